@@ -114,9 +114,9 @@ struct FullyShardOptions {
   int prefetch_depth = 1;
   /// How much memory of its device each rank may use. What the other options leave open is then chosen from a plan (fsdp/plan.h), so that
   /// the peak of every step stays within it: which units stay gathered between forward and backward (those that save most communication),
-  /// and, only if nothing else fits, a smaller prefetch_depth, then offload of the optimizer state. All ranks choose alike. fully_shard
-  /// throws Error on every rank if nothing fits; the error says by how much, and which option would help. Not together with
-  /// keep_gathered_bytes. explain() says what was chosen.
+  /// and, only if nothing else fits, which units recompute, a smaller prefetch_depth, and offload of the optimizer state, in this order.
+  /// All ranks choose alike. fully_shard throws Error on every rank if nothing fits; the error says by how much, and which option would
+  /// help. Not together with keep_gathered_bytes. explain() says what was chosen.
   std::optional<MemoryBudget> memory_budget = {};
   /// Where each parameter may be cut; by default anywhere (element).
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};

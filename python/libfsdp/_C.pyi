@@ -439,11 +439,12 @@ def best_checkpoint_interval(between_failures: float, checkpoint: float) -> floa
 def choose_within_budget(
     units: Sequence[tuple[ShownUnit, int | None, int]],
     visits: Sequence[tuple[str, int, bool, Sequence[int]]],
+    kept_if_recomputed: Sequence[int],
     *,
     bytes: int,
     optimizer_values: int,
     prefetch_depth: int,
-) -> tuple[int, list[bool], str]: ...
+) -> tuple[int, list[bool], list[bool], str]: ...
 def choose_kept(
     loads: Sequence[int], units: Sequence[tuple[int, int, int, int]], limit: int
 ) -> tuple[list[bool], int, int]: ...

@@ -19,6 +19,8 @@ class _Kept:
 
     def __init__(self, units: Sequence[str], parameters: Mapping[str, torch.Tensor]) -> None:
         self.bytes_of = dict.fromkeys(units, 0)
+        self.inputs_of = dict.fromkeys(units, 0)
+        self._has_input: dict[int, str] = {}
         self._running = [units[0]]
         self._seen = {value.untyped_storage()._cdata for value in parameters.values()}
         self._alive: list[torch.Tensor] = []  # A storage that is freed could come back as another one.
@@ -32,7 +34,23 @@ class _Kept:
         return tensor
 
     def begin(self, unit: str) -> Callable[..., None]:
-        return lambda *_: self._running.append(unit)
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            tree_map_only(torch.Tensor, lambda tensor: self._take_input(unit, tensor), (args, kwargs))
+            self._running.append(unit)
+
+        return hook
+
+    def _take_input(self, unit: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        other = self._has_input.get(storage._cdata)
+        if other is None:
+            self._alive.append(tensor)
+        elif other in self._running:  # It lies around this unit, so that it does not recompute.
+            self.inputs_of[other] -= storage.nbytes()
+        else:  # What all units share, such as a mask, is kept once.
+            return
+        self._has_input[storage._cdata] = unit
+        self.inputs_of[unit] += storage.nbytes()
 
     def end(self, *_: Any) -> None:
         self._running.pop()
@@ -43,8 +61,8 @@ def kept_by_unit(
     units: Mapping[str, nn.Module],
     inputs: tuple[Any, ...] | Mapping[str, Any],
     dtype: torch.dtype | None,
-) -> dict[str, int]:
-    """Returns the bytes that autograd keeps from each unit's forward to its backward, beside parameters.
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes that autograd keeps from each unit's forward to its backward, beside parameters, and those of its inputs.
 
     The module runs on tensors without memory, and stays as it is. Modules that recompute (torch.utils.checkpoint) keep what they
     keep in a run.
@@ -70,7 +88,7 @@ def kept_by_unit(
         kept = _Kept(list(units), parameters)
         for name, unit in units.items():
             for handle in (
-                unit.register_forward_pre_hook(kept.begin(name), prepend=True),
+                unit.register_forward_pre_hook(kept.begin(name), prepend=True, with_kwargs=True),
                 unit.register_forward_hook(kept.end, always_call=True),
             ):
                 stack.callback(handle.remove)
@@ -81,4 +99,4 @@ def kept_by_unit(
         # The result keeps the graph, and with it what is counted.
         output = torch.func.functional_call(module, {**parameters, **buffers}, arguments, keywords, tie_weights=True)
         del output
-    return kept.bytes_of
+    return kept.bytes_of, kept.inputs_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libfsdp import _C
+from libfsdp._recomputation import set_recomputes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ class BudgetedUnit:
 def choose(
     roots: Iterable[nn.Module], units: list[BudgetedUnit], budget: MemoryBudget, prefetch_depth: int
 ) -> tuple[int, str]:
-    """Chooses the prefetch depth, and which units are kept from forward into backward, which it tells the units.
+    """Chooses the prefetch depth, which units are kept from forward into backward, and which recompute; the units hear of it.
 
     Modules are taken to be used in the order in which they were registered. The choice is the same on all ranks.
 
@@ -48,23 +49,37 @@ def choose(
         The depth, and what was chosen and why.
 
     Raises:
-        ValueError: if activations are given for what is no unit.
+        ValueError: if activations are given for what is no unit, or what may not recompute is named as recomputable.
         Error: if nothing fits.
     """
     names = [unit.name for unit in units]
     unknown = sorted(set(budget.activations) - set(names))
     if unknown:
         raise ValueError(f"memory_budget: activations are given for {unknown}, which are no units: they are {names}")
+    unknown = sorted(set(budget.recomputable) - set(names))
+    if unknown:
+        raise ValueError(f"memory_budget: recomputable names {unknown}, which are no units: they are {names}")
+    for one in units:
+        if one.parent is not None and names[one.parent] in budget.recomputable and names[one.parent] != one.name:
+            raise ValueError(
+                f"memory_budget: recomputable names '{names[one.parent]}', which has units within it; name those"
+            )
     left = dict(budget.activations)  # Units of one module share its name.
-    depth, kept, text = _C.choose_within_budget(
+    recomputable = dict(budget.recomputable)
+    depth, kept, recomputed, text = _C.choose_within_budget(
         [(_unit_of(one.state), one.parent, left.pop(one.name, 0)) for one in units],
         _visits(roots, units),
+        [recomputable.pop(one.name, -1) for one in units],
         bytes=budget.bytes,
         optimizer_values=budget.optimizer_values,
         prefetch_depth=prefetch_depth,
     )
     for one, keeps in zip(units, kept, strict=True):
         _unit_of(one.state).kept_after_forward = keeps
+    chosen = {one.name for one, recomputes in zip(units, recomputed, strict=True) if recomputes}
+    for one in units:
+        for module in one.state.modules:
+            set_recomputes(module, one.name in chosen)
     return depth, text
 
 

@@ -113,11 +113,12 @@ def fully_shard(
             computation.
         keep_gathered_bytes: the number of bytes of whole parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
-        memory_budget: how many bytes of its device each rank may use, as a number or a :class:`MemoryBudget`. At the
-            first forward, it is chosen from a plan which units stay gathered between forward and backward (those that save
-            most communication), and, only if nothing else fits, that fewer units are gathered ahead. :func:`explain` says
-            what was chosen. If nothing fits, that forward raises ``Error`` on all ranks, which says by how much, and which
-            option would help. Not together with ``keep_gathered_bytes``. The value of the root's call counts.
+        memory_budget: how many bytes of its device each rank may use, as a number or a :class:`MemoryBudget`. At the first
+            forward, it is chosen from a plan which units stay gathered between forward and backward (those that save most
+            communication), and, only if nothing else fits, which units recompute, of those that the budget names, and that
+            fewer units are gathered ahead. :func:`explain` says what was chosen. If nothing fits, that forward raises ``Error``
+            on all ranks, which says by how much, and which option would help. Not together with ``keep_gathered_bytes``. The
+            value of the root's call counts.
         report_nan_in_param_grad: whether each backward looks for NaN in gradients, and raises ``Error`` on all ranks
             with the names of parameters, units and ranks. The value of the root's call counts.
         follow_grad_dtype: whether gradients get the ``grad_dtype`` that was set on a parameter before this call, and

@@ -21,11 +21,15 @@ class MemoryBudget:
             AdamW, 1 for SGD with momentum.
         activations: the bytes of activations that stay from a unit's forward to its backward, by the unit's name, as
             :class:`PlannedUnit` has them; of units that are not named, none.
+        recomputable: the units whose forward may be repeated in backward, by name, and the bytes of activations that each then
+            keeps, which are its inputs. The others in ``activations`` are then there during its backward only. Those that are
+            chosen run under ``torch.utils.checkpoint``. No other unit may lie within such a unit.
     """
 
     bytes: int
     optimizer_values: int = 2
     activations: Mapping[str, int] = field(default_factory=dict)
+    recomputable: Mapping[str, int] = field(default_factory=dict)
 
 
 def check_budget(budget: MemoryBudget | int | None) -> MemoryBudget | None:
@@ -45,6 +49,8 @@ def check_budget(budget: MemoryBudget | int | None) -> MemoryBudget | None:
     check_bytes("memory_budget.optimizer_values", budget.optimizer_values)
     for name, count in budget.activations.items():
         check_bytes(f"memory_budget.activations['{name}']", count)
+    for name, count in budget.recomputable.items():
+        check_bytes(f"memory_budget.recomputable['{name}']", count)
     if budget.bytes < 1:
         raise ValueError(f"memory_budget is {budget.bytes}; give how many bytes of its device a rank may use")
     return budget

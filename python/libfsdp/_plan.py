@@ -106,6 +106,7 @@ class PlannedUnit:
         communication: receive staging of the reduction.
         padding: the part of ``gathered`` that belongs to no parameter.
         activations: what autograd keeps from its forward to its backward, by what plan() was given.
+        inputs: of its modules, in bytes: what it keeps if it recomputes. 0 if plan() was given no inputs.
     """
 
     name: str
@@ -118,6 +119,7 @@ class PlannedUnit:
     communication: int
     padding: int
     activations: int
+    inputs: int
 
 
 @dataclass(frozen=True)
@@ -359,9 +361,10 @@ def plan(
         raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
     dim_of = _dim_of(options.get("shard_placement_fn"), ranks, of_units)
     kept: dict[str, int] = {}
+    of_inputs: dict[str, int] = {}
     if inputs is not None:
         of_names = dict(zip(walk.names, walk.modules, strict=True))
-        kept = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
+        kept, of_inputs = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
     kept |= activations or {}
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
     positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
@@ -397,7 +400,7 @@ def plan(
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
     )
-    return _read(planned)
+    return _read(planned, of_inputs)
 
 
 def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
@@ -470,7 +473,7 @@ def _unit(
     return unit
 
 
-def _read(planned: _C.Plan) -> Plan:
+def _read(planned: _C.Plan, inputs: Mapping[str, int]) -> Plan:
     fields: dict[str, Any] = json.loads(planned.json())
     return Plan(
         ranks=fields["ranks"],
@@ -480,7 +483,7 @@ def _read(planned: _C.Plan) -> Plan:
         memory={f"{kind}.{which}": count for kind, use in fields["memory"].items() for which, count in use.items()},
         wire=fields["wire"],
         links={link["dim"]: link["sent"] for link in fields["links"]},
-        units=tuple(PlannedUnit(**unit) for unit in fields["units"]),
+        units=tuple(PlannedUnit(**unit, inputs=inputs.get(unit["name"], 0)) for unit in fields["units"]),
         moments=tuple((moment["what"], moment["most"]) for moment in fields["moments"]),
         fsdp2=fields["fsdp2"] and fields["fsdp2"]["peak"],
         fsdp2_moment=fields["fsdp2"] and fields["fsdp2"]["moment"],

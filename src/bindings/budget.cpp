@@ -33,14 +33,13 @@ namespace {
 struct PlannedSpec {
   hooks::UnitSpec spec;
   std::optional<std::size_t> parent;
-  std::int64_t activations = 0;
 };
 
 /// The units of a model, on planned meshes.
 std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units) {
   std::vector<PlannedSpec> specs;
   std::vector<std::pair<std::pair<bool, std::int64_t>, planning::PlannedMeshes>> twins;
-  for (const auto& [shown, parent, activations] : units) {
+  for (const auto& [shown, parent, _] : units) {
     auto spec = shown->hooked()->spec();
     spec.name = shown->hooked()->unit().name;
     spec.options = shown->hooked()->unit().options;
@@ -49,21 +48,22 @@ std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units) {
     auto found = std::ranges::find(twins, key, &decltype(twins)::value_type::first);
     if (found == twins.end()) found = twins.insert(twins.end(), {key, planning::PlannedMeshes(key.first, key.second)});
     spec.mesh = found->second.of(spec.mesh);
-    specs.push_back({.spec = std::move(spec), .parent = parent, .activations = activations});
+    specs.push_back({.spec = std::move(spec), .parent = parent});
   }
   return specs;
 }
 
-struct PlannedModel {
+struct PlannedSpecs {
   DeviceMesh mesh;
   std::vector<PlannedSpec> units;
   planning::Passes passes;
+  std::vector<std::int64_t> activations;
+  std::vector<std::int64_t> kept_if_recomputed;
   std::int64_t optimizer_values = 2;
 
   Observed observe(const Choice& choice) const {
     const auto engine = std::make_shared<engine::Engine>(
         engine::EngineOptions{.mesh = mesh, .tensor_parallel = {}, .prefetch_depth = choice.prefetch_depth, .events_source = 0});
-    std::vector<std::int64_t> activations;
     std::int64_t of_optimizer = 0;
     for (std::size_t k = 0; k < units.size(); ++k) {
       hooks::HookedUnit hooked(units[k].spec);
@@ -72,7 +72,6 @@ struct PlannedModel {
       unit.options.kept_after_forward = !choice.kept.empty() && choice.kept[k];
       if (units[k].parent) unit.place.parent = engine->units()[*units[k].parent].get();
       unit.allocate_main(engine->accounting());
-      activations.push_back(units[k].activations);
       if (!unit.offloaded()) of_optimizer += bytes;
     }
     const auto update = [of_optimizer, has_state = false](planning::Highest& highest) mutable {
@@ -81,7 +80,7 @@ struct PlannedModel {
       highest.look();
     };
     planning::PlannedSteps steps(engine, passes, planning::Trigger::kHooks, update);
-    steps.set_activations(std::move(activations));
+    steps.set_activations(planning::unit_activations(activations, kept_if_recomputed, choice.recomputed));
     return steps.observe();
   }
 
@@ -95,7 +94,7 @@ struct PlannedModel {
 
 bool has_bf16(const PlannedSpec& unit) { return unit.spec.param_dtype.has_value(); }
 
-std::vector<planning::Remedy> remedies_for(const PlannedModel& model, const Choice& choice) {
+std::vector<planning::Remedy> remedies_for(const PlannedSpecs& model, const Choice& choice) {
   std::vector<planning::Remedy> remedies;
   const auto add = [&](std::string option, std::function<void(hooks::UnitSpec&)> change) {
     remedies.push_back(
@@ -133,15 +132,28 @@ std::vector<planning::Remedy> remedies_for(const PlannedModel& model, const Choi
   return remedies;
 }
 
-/// Returns the prefetch depth, which units are kept, and the explanation.
-std::tuple<int, std::vector<bool>, std::string> choose(const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits,
-                                                       std::int64_t bytes, std::int64_t optimizer_values, int prefetch_depth) {
+/// Returns the prefetch depth, which units are kept, which recompute, and the explanation. `kept_if_recomputed`: see
+/// planning::unit_activations.
+std::tuple<int, std::vector<bool>, std::vector<bool>, std::string> choose(const std::vector<GivenUnit>& units,
+                                                                          const std::vector<GivenVisit>& visits,
+                                                                          const std::vector<std::int64_t>& kept_if_recomputed,
+                                                                          std::int64_t bytes, std::int64_t optimizer_values,
+                                                                          int prefetch_depth) {
   const py::gil_scoped_release no_gil;
   auto specs = specs_of(units);
   const auto mesh = specs.front().spec.mesh;  // the root's
-  const PlannedModel model{.mesh = mesh, .units = std::move(specs), .passes = passes_of(visits), .optimizer_values = optimizer_values};
-  const planning::Budget budget{
-      .bytes = bytes, .given = {.prefetch_depth = prefetch_depth}, .observe = [&](const Choice& choice) { return model.observe(choice); }};
+  PlannedSpecs model{.mesh = mesh,
+                     .units = std::move(specs),
+                     .passes = passes_of(visits),
+                     .activations = {},
+                     .kept_if_recomputed = kept_if_recomputed,
+                     .optimizer_values = optimizer_values};
+  planning::Budget budget{
+      .bytes = bytes, .given = {.prefetch_depth = prefetch_depth}, .recomputable = {}, .observe = [&](const Choice& choice) {
+        return model.observe(choice);
+      }};
+  for (const auto& [shown, parent, activations] : units) model.activations.push_back(activations);
+  for (const auto kept : kept_if_recomputed) budget.recomputable.push_back(kept != planning::kNeverRecomputed);
   auto chosen = planning::choose(budget);
   if (!chosen.fits) {
     // With another option, the least prefetch depth may be another one. It needs least without read-ahead.
@@ -150,16 +162,18 @@ std::tuple<int, std::vector<bool>, std::string> choose(const std::vector<GivenUn
     throw Error(planning::too_small(budget, chosen, remedies_for(model, least)));
   }
   chosen.choice.kept.resize(units.size());
-  return {chosen.choice.prefetch_depth, std::move(chosen.choice.kept), std::move(chosen.explanation)};
+  chosen.choice.recomputed.resize(units.size());
+  return {chosen.choice.prefetch_depth, std::move(chosen.choice.kept), std::move(chosen.choice.recomputed), std::move(chosen.explanation)};
 }
 
 }  // namespace
 
 void bind_budget(py::module_& module) {
   module.def(
-      "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("bytes"), py::arg("optimizer_values"),
-      py::arg("prefetch_depth"),
-      "The prefetch depth, which of these units of a model are kept from forward into backward, and why. Raises Error if nothing fits.");
+      "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::arg("kept_if_recomputed"), py::kw_only(), py::arg("bytes"),
+      py::arg("optimizer_values"), py::arg("prefetch_depth"),
+      "The prefetch depth, which of these units of a model are kept from forward into backward, which recompute, and why. Raises Error if "
+      "nothing fits. A unit for which kept_if_recomputed is negative never recomputes.");
   module.def(
       "choose_kept",
       [](const std::vector<std::int64_t>& loads, const std::vector<std::tuple<std::size_t, std::size_t, std::int64_t, std::int64_t>>& units,

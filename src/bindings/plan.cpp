@@ -67,7 +67,7 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
     highest.look();
   };
   planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kHooks, update);
-  steps.set_activations(std::move(activations));
+  steps.set_activations(planning::unit_activations(activations));
   auto plan = steps.run();
   plan.fsdp2 = fsdp2;
   for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];

@@ -17,6 +17,7 @@
 #include "engine/gatherer.h"
 #include "engine/main_access.h"
 #include "engine/main_parameters.h"
+#include "engine/memory_choice.h"
 #include "engine/one_stream.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
@@ -48,7 +49,7 @@ struct EngineOptions {
   int prefetch_depth = 1;      ///< In the beginning.
   std::int64_t keep_gathered_bytes = 0;
   bool report_nan_in_param_grad = false;
-  std::string explanation = {};                               ///< What a memory budget has chosen, and why. Empty: there was none.
+  std::shared_ptr<MemoryChoice> memory_choice = {};           ///< Null if there was no memory budget.
   std::uint32_t events_source = events::new_source("model");  ///< The source of the engine's events (events/event.h); 0: it has none.
 
   c10::Device device() const { return mesh.device(); }
@@ -142,6 +143,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_keeps_storage(Unit& unit, bool keeps);
   void reset();
   void set(const StepSettings& settings);
+  /// The units that the last pass of this kind has entered, in its order.
+  std::vector<std::size_t> recorded_order(Pass pass);
   /// What this rank owns of the model, for those who read and write it between steps.
   MainAccess main() { return MainAccess(*this); }
 

@@ -33,4 +33,19 @@ std::vector<std::size_t> Schedule::next(int depth) const {
   return units;
 }
 
+std::vector<std::size_t> Schedule::recorded(Pass pass) const {
+  std::vector<std::size_t> units;
+  const auto& successor = successor_[static_cast<std::size_t>(pass)];
+  std::size_t before = kNone;
+  std::size_t unit = kNone;
+  for (auto found = successor.find(key(before, unit)); found != successor.end() && found->second != kNone;
+       found = successor.find(key(before, unit))) {
+    before = unit;
+    unit = found->second;
+    units.push_back(unit);
+    if (units.size() > successor.size()) break;  // It goes round.
+  }
+  return units;
+}
+
 }  // namespace fsdp::engine

@@ -26,6 +26,8 @@ class Schedule {
   void move_to(std::size_t unit);
   /// The units expected next, nearest first: at most `depth` different ones.
   std::vector<std::size_t> next(int depth) const;
+  /// The units of the last pass of this kind, as it moved to them. (Where it came to a unit from the same unit as before, it may end there.)
+  std::vector<std::size_t> recorded(Pass pass) const;
   Pass pass() const { return pass_; }
 
  private:

@@ -105,6 +105,8 @@ struct UnitOptions {
   bool reshard_after_backward = true;
   /// With reshard_after_forward: whether whole parameters stay from forward into backward nevertheless, as a memory budget has chosen.
   bool kept_after_forward = false;
+  /// Whether a memory budget has chosen that the program repeats the unit's forward in backward.
+  bool recomputes = false;
   /// Whether whole parameters that stay after forward also serve the next root forward [Current when forward begins]. Otherwise they stay
   /// for backward only.
   bool kept_across_forwards = false;

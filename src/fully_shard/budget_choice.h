@@ -2,14 +2,49 @@
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/memory_choice.h"
 #include "fsdp/fully_shard.h"
 #include "plan/budget.h"
+#include "plan/planned_model.h"
 #include "shard/model_draft.h"
 
 namespace fsdp {
 
-/// Chooses what options.memory_budget leaves open, for a model that all ranks have drafted alike, and writes it into `options`; which units
-/// are kept is in the choice. Collective over a tensor-parallel mesh only. Throws Error on every rank if nothing fits.
-planning::Chosen choose_within_budget(const torch::nn::Module& module, const shard::ModelDraft& draft, FullyShardOptions& options);
+/// A model with a memory budget, and what it has chosen.
+class BudgetedModel final : public engine::MemoryChoice {
+ public:
+  /// Chooses what options.memory_budget leaves open, for a model that all ranks have drafted alike. Collective over a tensor-parallel mesh
+  /// only. Throws Error on every rank if nothing fits.
+  BudgetedModel(const torch::nn::Module& module, const shard::ModelDraft& draft, const FullyShardOptions& options);
+
+  const planning::Choice& choice() const { return chosen_.choice; }
+  const std::string& explanation() const { return chosen_.explanation; }
+  std::vector<std::string> names() const { return model_.names(); }
+
+  /// Tells the engine's units what was chosen for each of them.
+  void apply_to(engine::Engine& engine) const;
+  /// See adjust_memory_budget. `activations` are those of `names`. A rank that can't give them says why in `refusal`.
+  void adjust(engine::Engine& engine, const std::vector<std::string>& names, std::vector<std::int64_t> activations,
+              const std::string& refusal);
+
+ private:
+  using Planner = std::function<planning::PlannedModel(const FullyShardOptions& options)>;
+
+  /// `options`: the model's; `redrafts`: whether `planned_with` makes units anew.
+  planning::Chosen choose(const planning::PlannedModel& model, const planning::Choice& given, bool may_offload,
+                          const FullyShardOptions& options, bool redrafts, const Planner& planned_with) const;
+  std::vector<std::int64_t> largest(std::vector<std::int64_t> numbers) const;
+
+  MemoryBudget budget_;
+  DeviceMesh tensor_parallel_;  ///< Undefined if no parameter is a tensor-parallel piece.
+  planning::PlannedModel model_;
+  planning::Chosen chosen_;
+};
 
 }  // namespace fsdp

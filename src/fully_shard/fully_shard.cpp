@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -102,8 +103,12 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
   if (!draft.warning.empty() && options.mesh.rank() == 0) TORCH_WARN("fsdp: ", draft.warning, ".");
-  planning::Chosen chosen;
-  if (options.memory_budget) chosen = choose_within_budget(module, draft, options);
+  std::shared_ptr<BudgetedModel> budgeted;
+  if (options.memory_budget) {
+    budgeted = std::make_shared<BudgetedModel>(module, draft, options);
+    options.prefetch_depth = budgeted->choice().prefetch_depth;
+    if (budgeted->choice().offloads_optimizer_state) options.offload = std::max(options.offload, Offload::kOptimizerState);
+  }
 
   ModelNumbers number_on;
   const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
@@ -112,7 +117,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .prefetch_depth = options.prefetch_depth,
                                                                      .keep_gathered_bytes = options.keep_gathered_bytes,
                                                                      .report_nan_in_param_grad = options.report_nan_in_param_grad,
-                                                                     .explanation = chosen.explanation});
+                                                                     .memory_choice = budgeted});
   const auto model = std::make_shared<paging::PagedModel>();
   Steps filling;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
@@ -121,7 +126,6 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
         engine::communicators_of(plan.settings.mesh, options.separate_reduce_group, options.reshard_after_forward_size);
     auto& unit = engine->add(make_unit(std::move(draft.units[k]), plan, options, communicators));
     unit.place.model = number_on(plan.settings.mesh);
-    unit.options.kept_after_forward = !chosen.choice.kept.empty() && chosen.choice.kept[k];
     if (plan.parent != shard::UnitPlan::kNoParent) unit.place.parent = engine->units()[plan.parent].get();
     auto* storage = static_cast<paging::PagedStorage*>(unit.whole.buffer.storage.unsafeGetStorageImpl());
     storage->engine = engine.get();
@@ -134,6 +138,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
     for (const auto* unit_module : plan.modules) api::Registry::instance().add(*unit_module, engine, k);
   }
+  if (budgeted) budgeted->apply_to(*engine);
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
   comm::Ranks(options.mesh).compare(filling.text(), label);
   filling.rethrow();

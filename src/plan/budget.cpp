@@ -8,17 +8,18 @@
 namespace fsdp::planning {
 namespace {
 
-/// Plans made to find a set of kept units. Where units have a few sizes, the first or second one fits.
+/// Plans made to find what stays. Where units have a few sizes, the first or second one fits.
 constexpr int kMostPlans = 32;
 
 std::string bytes_text(std::int64_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 std::string options_text(const Budget& budget, const Choice& choice) {
   return "prefetch_depth " + std::to_string(choice.prefetch_depth) +
+         (std::ranges::count(choice.recomputed, true) > 0 ? ", all recomputed that may be" : "") +
          (choice.offloads_optimizer_state ? " and " + budget.offload_option : "");
 }
 
-/// The options without kept units, the least costly first.
+/// The options without kept or recomputed units, the least costly first.
 std::vector<Choice> choices_of(const Budget& budget) {
   std::vector<Choice> choices;
   for (const bool offloads : {false, true}) {
@@ -34,40 +35,63 @@ std::vector<Choice> choices_of(const Budget& budget) {
 Observed observe(const Budget& budget, const Choice& choice) {
   auto observed = budget.observe(choice);
   if (!budget.largest) return observed;
-  std::vector<std::int64_t> numbers{observed.most};
-  numbers.insert(numbers.end(), observed.loads.begin(), observed.loads.end());
-  for (const auto& unit : observed.units) numbers.insert(numbers.end(), {unit.bytes, unit.saved});
-  numbers = budget.largest(std::move(numbers));
-  auto next = numbers.begin();
-  observed.most = *next++;
-  for (auto& load : observed.loads) load = *next++;
-  for (auto& unit : observed.units) {
-    unit.bytes = *next++;
-    unit.saved = *next++;
+  std::vector<std::int64_t*> numbers{&observed.most};
+  for (auto* stays : {&observed.parameters, &observed.activations}) {
+    for (auto& load : stays->loads) numbers.push_back(&load);
+    for (auto& unit : stays->units) numbers.insert(numbers.end(), {&unit.bytes, &unit.saved});
   }
+  std::vector<std::int64_t> values;
+  for (const auto* number : numbers) values.push_back(*number);
+  values = budget.largest(std::move(values));
+  for (std::size_t i = 0; i < numbers.size(); ++i) *numbers[i] = values[i];
   return observed;
 }
 
-struct Kept {
-  std::vector<bool> units;
-  std::int64_t saved = 0;
+/// A choice, and what its steps have shown.
+struct PlannedChoice {
+  Choice choice;
   Observed observed;
+  std::int64_t saved = 0;  ///< By what stays.
 };
 
-/// Goes through the sets that save most under smaller and smaller peaks, until a plan says that one fits. The sets are the same for all
-/// budgets, so a smaller budget stops at the same one, or later.
-Kept keep(const Budget& budget, const Choice& choice, const Observed& nothing_kept) {
+/// Goes through the sets that save most under smaller and smaller peaks, until a plan says that one fits; otherwise nothing stays. The sets
+/// are the same for all budgets, so a smaller budget stops at the same one, or later. `with` makes the choice that has a set.
+PlannedChoice choose_what_stays(const Budget& budget, const MayStay& may_stay, PlannedChoice without,
+                                const std::function<Choice(const std::vector<bool>& stays)>& with) {
   auto limit = budget.bytes;
   for (int k = 0; k < kMostPlans; ++k) {
-    auto found = choose_kept(nothing_kept.loads, nothing_kept.units, limit);
+    const auto found = choose_kept(may_stay.loads, may_stay.units, limit);
     if (found.saved == 0) break;
-    auto with = choice;
-    with.kept = found.kept;
-    auto observed = observe(budget, with);
-    if (observed.most <= budget.bytes) return {.units = std::move(found.kept), .saved = found.saved, .observed = std::move(observed)};
+    auto choice = with(found.kept);
+    auto observed = observe(budget, choice);
+    if (observed.most <= budget.bytes) return {.choice = std::move(choice), .observed = std::move(observed), .saved = found.saved};
     limit = found.peak - 1;
   }
-  return {.units = {}, .saved = 0, .observed = nothing_kept};
+  return without;
+}
+
+/// The fewest units recompute with which this choice fits; all that may, if it does not fit.
+PlannedChoice recompute(const Budget& budget, Choice choice) {
+  choice.recomputed = budget.recomputable;
+  PlannedChoice all{.choice = choice, .observed = observe(budget, choice)};
+  if (all.observed.most > budget.bytes) return all;
+  const auto may_stay = all.observed.activations;
+  return choose_what_stays(budget, may_stay, std::move(all), [&](const std::vector<bool>& stays) {
+    auto with = choice;
+    for (std::size_t k = 0; k < stays.size(); ++k) with.recomputed[k] = with.recomputed[k] && !stays[k];
+    return with;
+  });
+}
+
+/// The units are kept that save most.
+PlannedChoice keep(const Budget& budget, PlannedChoice without) {
+  const auto may_stay = without.observed.parameters;
+  const auto choice = without.choice;
+  return choose_what_stays(budget, may_stay, std::move(without), [&](const std::vector<bool>& stays) {
+    auto with = choice;
+    with.kept = stays;
+    return with;
+  });
 }
 
 std::string names_of(const std::vector<bool>& kept, const Observed& observed) {
@@ -81,10 +105,11 @@ std::string names_of(const std::vector<bool>& kept, const Observed& observed) {
   return names + (count > kMostNames ? ", and " + std::to_string(count - kMostNames) + " more" : "");
 }
 
-/// `tried`: the choices before this one, with what they need.
-std::string explanation(const Budget& budget, const Choice& choice, const Kept& kept,
+/// `tried`: the choices before this one, with what they need. `unless_recomputed`: what this one needs if nothing is recomputed.
+std::string explanation(const Budget& budget, const PlannedChoice& planned, std::int64_t unless_recomputed,
                         const std::vector<std::pair<Choice, std::int64_t>>& tried) {
-  const auto& [units, saved, observed] = kept;
+  const auto& [choice, observed, saved] = planned;
+  const auto& units = choice.kept;
   std::string text = "memory_budget: " + bytes_text(budget.bytes) + ", of which a step needs at most " + bytes_text(observed.most) +
                      ", in " + observed.plan.moment + "\n";
   text += "prefetch_depth: " + std::to_string(choice.prefetch_depth);
@@ -98,8 +123,16 @@ std::string explanation(const Budget& budget, const Choice& choice, const Kept& 
     text +=
         std::string("optimizer state: ") + (choice.offloads_optimizer_state ? "offloaded, as given\n" : "on the device, where it fits\n");
   }
+  const auto may_recompute = std::ranges::count(budget.recomputable, true);
+  if (const auto recomputed = std::ranges::count(choice.recomputed, true); recomputed > 0) {
+    text += "recomputed in backward: " + names_of(choice.recomputed, observed) + " (" + std::to_string(recomputed) + " of " +
+            std::to_string(may_recompute) + " that may be), because without it prefetch_depth " + std::to_string(choice.prefetch_depth) +
+            " needs " + bytes_text(unless_recomputed) + "\n";
+  } else if (may_recompute > 0) {
+    text += "recomputed in backward: no unit, because all activations fit\n";
+  }
   const auto count = std::ranges::count(units, true);
-  const auto can = std::ranges::count_if(observed.units, [](const Keepable& unit) { return unit.saved > 0; }) + count;
+  const auto can = std::ranges::count_if(observed.parameters.units, [](const Keepable& unit) { return unit.saved > 0; }) + count;
   if (count == 0) {
     text += "kept from forward into backward: no unit" + std::string(can == 0 ? ", because none is gathered twice" : ", because none fits");
   } else {
@@ -114,21 +147,24 @@ std::string explanation(const Budget& budget, const Choice& choice, const Kept& 
 Chosen choose(const Budget& budget) {
   std::vector<std::pair<Choice, std::int64_t>> tried;
   Chosen least;
-  for (auto& choice : choices_of(budget)) {
-    const auto observed = observe(budget, choice);
-    if (observed.most <= budget.bytes) {
-      const auto kept = keep(budget, choice, observed);
-      choice.kept = kept.units;
-      return {.choice = choice,
+  const bool may_recompute = std::ranges::count(budget.recomputable, true) > 0;
+  for (const auto& choice : choices_of(budget)) {
+    PlannedChoice planned{.choice = choice, .observed = observe(budget, choice)};
+    const auto unless_recomputed = planned.observed.most;
+    if (unless_recomputed > budget.bytes && may_recompute) planned = recompute(budget, choice);
+    const auto needed = planned.observed.most;
+    if (needed <= budget.bytes) {
+      planned = keep(budget, std::move(planned));
+      return {.choice = planned.choice,
               .fits = true,
-              .bytes = kept.observed.most,
-              .moment = kept.observed.plan.moment,
-              .explanation = explanation(budget, choice, kept, tried)};
+              .bytes = planned.observed.most,
+              .moment = planned.observed.plan.moment,
+              .explanation = explanation(budget, planned, unless_recomputed, tried)};
     }
-    if (tried.empty() || observed.most < least.bytes) {
-      least = {.choice = choice, .fits = false, .bytes = observed.most, .moment = observed.plan.moment, .explanation = {}};
+    if (tried.empty() || needed < least.bytes) {
+      least = {.choice = planned.choice, .fits = false, .bytes = needed, .moment = planned.observed.plan.moment, .explanation = {}};
     }
-    tried.emplace_back(choice, observed.most);
+    tried.emplace_back(planned.choice, needed);
   }
   return least;
 }

@@ -15,12 +15,14 @@ namespace fsdp::planning {
 struct Choice {
   int prefetch_depth = 1;
   bool offloads_optimizer_state = false;
-  std::vector<bool> kept = {};  ///< By unit: whether it stays gathered from forward into backward. Empty: none does.
+  std::vector<bool> kept = {};        ///< By unit: whether it stays gathered from forward into backward. Empty: none does.
+  std::vector<bool> recomputed = {};  ///< By unit: whether backward repeats its forward. Empty: none is repeated.
 };
 
 struct Budget {
   std::int64_t bytes = 0;
-  Choice given = {};                ///< The options as they were given; nothing kept.
+  Choice given = {};                ///< The options as they were given; nothing is kept or recomputed.
+  std::vector<bool> recomputable;   ///< By unit: whether its forward may be repeated.
   bool may_offload = false;         ///< Whether optimizer state may be offloaded that is not.
   std::string offload_option = {};  ///< What optimizer state is offloaded by, for texts.
   /// Plans steps with these options.
@@ -37,9 +39,10 @@ struct Chosen {
   std::string explanation;  ///< What was chosen and why, a line each, as explain() gives it.
 };
 
-/// Chooses the least costly options whose steps stay within the budget: those that were given; otherwise a smaller prefetch depth;
-/// otherwise offloaded optimizer state. With these, the units stay gathered that save most communication (choose_kept), as long as the plan
-/// of the choice confirms that it fits. If nothing fits, `fits` is false, and the choice is the one that needs least.
+/// Chooses the least costly options whose steps stay within the budget: those that were given; otherwise the same with units that
+/// recompute, as few as possible by their elements; otherwise a smaller prefetch depth; otherwise offloaded optimizer state. With these,
+/// the units stay gathered that save most communication. What stays in memory is found by choose_kept, as long as the plan of the choice
+/// confirms that it fits. If nothing fits, `fits` is false, and the choice is the one that needs least.
 ///
 /// A smaller budget never chooses more memory. All ranks that give the same, or share `largest`, choose alike.
 Chosen choose(const Budget& budget);

@@ -1,31 +1,16 @@
 #include "fsdp/plan.h"
 
-#include <torch/torch.h>
-
-#include <algorithm>
 #include <cmath>
-#include <memory>
-#include <set>
+#include <functional>
 #include <utility>
 
 #include "comm/mesh/null_mesh.h"
 #include "comm/traffic.h"
-#include "engine/engine.h"
 #include "fsdp/error.h"
-#include "memory/slot_storage.h"
-#include "optim/shard_optimizer.h"
-#include "plan/fsdp2_memory.h"
-#include "plan/observe.h"
-#include "plan/planned_step.h"
-#include "plan/unit_order.h"
-#include "shard/model_draft.h"
+#include "plan/planned_model.h"
 
 namespace fsdp {
 namespace {
-
-using engine::Engine;
-using engine::Unit;
-using planning::Highest;
 
 /// How many ranks of a row are on each of its hosts, as comm::ranks_per_host counts them.
 int ranks_per_host(int size, std::int64_t stride, std::int64_t on_host) {
@@ -39,114 +24,6 @@ comm::Traffic traffic_of(c10::DeviceType type, int size, int on_host, bool share
   if (type != c10::kCPU) return comm::Traffic::by_backend(size, comm::TwoLevels::of(size, on_host));
   return shared_memory && on_host > 1 ? comm::Traffic::by_shared_memory(size, on_host) : comm::Traffic::by_messages(size);
 }
-
-/// An algorithm that computes nothing, and keeps for each element what the optimizer keeps.
-std::shared_ptr<optim::Algorithm> make_algorithm(const std::shared_ptr<Engine>& engine, PlannedOptimizer optimizer) {
-  std::vector<optim::StateKind> kinds;
-  if (optimizer == PlannedOptimizer::kSGDMomentum) kinds = {{"momentum_buffer"}};
-  if (optimizer == PlannedOptimizer::kAdamW) kinds = optim::adamw(engine, {}, {})->kinds();
-  const auto nothing = [](const optim::GroupSettings&, double, std::vector<optim::Segment*>&) {};
-  return std::make_shared<optim::Elementwise>(engine, optim::Groups(optim::adam_defaults({}), {}, optim::adam_rules({})), std::move(kinds),
-                                              nothing);
-}
-
-std::shared_ptr<Engine> make_engine(shard::ModelDraft& draft, const FullyShardOptions& options) {
-  const auto engine = std::make_shared<Engine>(engine::EngineOptions{.mesh = options.mesh,
-                                                                     .tensor_parallel = draft.tensor_parallel,
-                                                                     .prefetch_depth = options.prefetch_depth,
-                                                                     .keep_gathered_bytes = options.keep_gathered_bytes,
-                                                                     .events_source = 0});
-  for (std::size_t k = 0; k < draft.plans.size(); ++k) {
-    const auto& plan = draft.plans[k];
-    auto& [parameters, layout, formats] = draft.units[k];
-    for (auto& parameter : parameters) parameter.tensor = engine::UnitParameter().tensor;  // The model's are not the plan's.
-    const auto communicators =
-        engine::communicators_of(plan.settings.mesh, options.separate_reduce_group, options.reshard_after_forward_size);
-    auto& unit = engine->add(std::make_unique<Unit>(shard::shown(plan.name), std::move(parameters), std::move(layout), std::move(formats),
-                                                    shard::unit_options(plan, options, communicators), communicators,
-                                                    memory::empty_storage(options.mesh.device())));
-    if (plan.parent != shard::UnitPlan::kNoParent) unit.place.parent = engine->units()[plan.parent].get();
-    unit.allocate_main(engine->accounting());
-  }
-  return engine;
-}
-
-std::vector<std::int64_t> activations_of(const Engine& engine, const PlanOptions& planned) {
-  std::vector<std::int64_t> activations;
-  std::set<std::string> known;
-  for (const auto& unit : engine.units()) {
-    const auto found = planned.activations.find(unit->name);
-    activations.push_back(found == planned.activations.end() ? 0 : found->second);
-    known.insert(unit->name);
-  }
-  for (const auto& [name, bytes] : planned.activations) {
-    if (!known.contains(name)) throw Error("plan(): activations are given for unit '" + name + "', which the model does not have");
-  }
-  // A unit without parameters is never entered: the one around it holds its activations, or the first one.
-  const auto& units = engine.units();
-  for (std::size_t k = 0; k < units.size(); ++k) {
-    if (!units[k]->parameters.empty()) continue;
-    const auto* around = units[k]->place.parent;
-    while (around != nullptr && around->parameters.empty()) around = around->place.parent;
-    const auto holder =
-        std::ranges::find_if(units, [&](const auto& unit) { return around != nullptr ? unit.get() == around : !unit->parameters.empty(); });
-    if (holder != units.end()) activations[static_cast<std::size_t>(holder - units.begin())] += std::exchange(activations[k], 0);
-  }
-  return activations;
-}
-
-/// A model on a planned mesh.
-class PlannedTraining {
- public:
-  /// `kept`: see planning::observe.
-  PlannedTraining(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned,
-                  const std::vector<bool>& kept) {
-    const torch::NoGradGuard no_grad;
-    if (!options.mesh.defined() || !options.mesh.device().is_meta()) {
-      throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
-    }
-    shard::ModelDraft draft;
-    shard::draft_model(module, options, draft);
-    passes_ = planning::module_order(module, draft.plans);
-    engine_ = make_engine(draft, options);
-    for (std::size_t k = 0; k < kept.size(); ++k) engine_->units()[k]->options.kept_after_forward = kept[k];
-    if (!planned.order.forward.empty()) passes_ = planning::given_order(planned.order, *engine_);
-    activations_ = activations_of(*engine_, planned);
-    algorithm_ = make_algorithm(engine_, planned.optimizer);
-  }
-
-  /// Calls `use` with the steps of the model.
-  template <typename Use>
-  auto with_steps(const Use& use) const {
-    const torch::NoGradGuard no_grad;
-    const auto update = [this](Highest&) {  // as Optimizer::step()
-      engine_->main().flush_writes();
-      engine_->main().finish_gradient_sync();
-      algorithm_->step();
-      engine_->main().changed();
-    };
-    planning::PlannedSteps steps(engine_, passes_, planning::Trigger::kPaging, update);
-    steps.set_activations(activations_);
-    return use(steps);
-  }
-
-  /// Adds what steps do not tell, after they have run.
-  void describe(Plan& plan) const {
-    for (const auto& state : algorithm_->state()) {
-      plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
-    }
-    plan.fsdp2 = planning::fsdp2_memory({.engine = *engine_,
-                                         .passes = passes_,
-                                         .activations = activations_,
-                                         .optimizer_values = static_cast<std::int64_t>(algorithm_->kinds().size())});
-  }
-
- private:
-  std::shared_ptr<Engine> engine_;
-  planning::Passes passes_;
-  std::vector<std::int64_t> activations_;
-  std::shared_ptr<optim::Algorithm> algorithm_;
-};
 
 /// At least the bytes of the peak that are padding. Each kind of a unit's memory is padded as much as its whole parameters.
 std::int64_t padding_of(const Plan& plan) {
@@ -178,16 +55,8 @@ DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshD
                                }});
 }
 
-planning::Observed planning::observe(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned,
-                                     const std::vector<bool>& kept) {
-  return PlannedTraining(module, options, planned, kept).with_steps([](auto& steps) { return steps.observe(); });
-}
-
 Plan plan(const torch::nn::Module& module, const FullyShardOptions& options, const PlanOptions& planned) {
-  const PlannedTraining model(module, options, planned, {});
-  auto plan = model.with_steps([](auto& steps) { return steps.run(); });
-  model.describe(plan);
-  return plan;
+  return planning::PlannedModel(module, options, planned).plan();
 }
 
 std::optional<Plan> smallest_world(const std::function<Plan(std::int64_t ranks)>& plan_for, std::int64_t bytes, std::int64_t step,

@@ -99,6 +99,16 @@ std::vector<PlannedLink> links_of(const engine::Engine& engine, std::map<const c
 
 }  // namespace
 
+std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& activations,
+                                              const std::vector<std::int64_t>& kept_if_recomputed, const std::vector<bool>& recomputed) {
+  std::vector<UnitActivations> units;
+  for (std::size_t k = 0; k < activations.size(); ++k) {
+    const auto kept = recomputed.empty() || !recomputed[k] ? activations[k] : std::min(activations[k], kept_if_recomputed[k]);
+    units.push_back({.from_forward = kept, .recomputed = activations[k] - kept});
+  }
+  return units;
+}
+
 std::vector<Visit> reversed(const std::vector<Visit>& forward) {
   std::vector<Visit> backward(forward.rbegin(), forward.rend());
   for (auto& visit : backward) {
@@ -143,7 +153,7 @@ PlannedSteps::PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes
       passes_(std::move(passes)),
       trigger_(trigger),
       update_(std::move(update)),
-      activations_(engine_->units().size(), 0),
+      activations_(engine_->units().size()),
       highest_(engine_->accounting()) {}
 
 Plan PlannedSteps::run() {
@@ -175,7 +185,8 @@ Plan PlannedSteps::run() {
   plan.moments = highest_.moments();
   plan.actions = recorder.take();
   for (const auto& unit : engine_->units()) {
-    plan.units.push_back(describe(*unit, activations_[unit->place.index]));
+    const auto& [from_forward, recomputed] = activations_[unit->place.index];
+    plan.units.push_back(describe(*unit, from_forward + recomputed));
     plan.elements += plan.units.back().elements;
   }
   return plan;
@@ -183,8 +194,14 @@ Plan PlannedSteps::run() {
 
 Observed PlannedSteps::observe() {
   observes_ = true;
-  Observed observed{.plan = run(), .most = highest_.ever(), .loads = loads(), .units = {}};
-  for (const auto& unit : engine_->units()) observed.units.push_back(keepable(*unit));
+  Observed observed{.plan = run(),
+                    .most = highest_.ever(),
+                    .parameters = {.loads = loads_of_parameters(), .units = {}},
+                    .activations = {.loads = loads_of_activations(), .units = {}}};
+  for (const auto& unit : engine_->units()) {
+    observed.parameters.units.push_back(parameters_of(*unit));
+    observed.activations.units.push_back(activations_of(observed.plan.units[unit->place.index], unit->place.index));
+  }
   return observed;
 }
 
@@ -196,7 +213,7 @@ void PlannedSteps::note_moment() {
 
 /// Blocks of slots stay until the end of the pass on a device, and for ever on a CPU. So what slots hold at one moment is beside all that
 /// is elsewhere later.
-std::vector<std::int64_t> PlannedSteps::loads() const {
+std::vector<std::int64_t> PlannedSteps::loads_of_parameters() const {
   std::vector<std::int64_t> loads(moments_.size());
   std::int64_t rest = 0;
   for (const auto& moment : moments_) rest = std::max(rest, moment.load.rest);
@@ -209,7 +226,33 @@ std::vector<std::int64_t> PlannedSteps::loads() const {
   return loads;
 }
 
-Keepable PlannedSteps::keepable(const Unit& unit) const {
+/// The other way round: activations lie beside the blocks that slots hold already.
+std::vector<std::int64_t> PlannedSteps::loads_of_activations() const {
+  std::vector<std::int64_t> loads(moments_.size());
+  std::int64_t most = 0;
+  for (const auto& moment : moments_) most = std::max(most, moment.load.slots);
+  const bool stay = engine_->options().on_cpu();
+  std::int64_t before = 0;  // in the same pass
+  for (std::size_t t = 0; t < moments_.size(); ++t) {
+    before = t == first_of_backward_ ? moments_[t].load.slots : std::max(before, moments_[t].load.slots);
+    loads[t] = moments_[t].load.rest + (stay ? most : before);
+  }
+  return loads;
+}
+
+Keepable PlannedSteps::activations_of(const PlannedUnit& unit, std::size_t index) const {
+  const auto recomputed = activations_[index].recomputed;
+  const auto is_of_unit = [index](const Visit& visit) { return visit.unit == index; };
+  const auto last = std::ranges::find_if(passes_.forward.rbegin(), passes_.forward.rend(), is_of_unit);
+  const auto first = std::ranges::find_if(passes_.backward, is_of_unit);
+  if (recomputed == 0 || last == passes_.forward.rend() || first == passes_.backward.end()) return {};
+  return {.begin = static_cast<std::size_t>(passes_.forward.rend() - last) - 1,
+          .end = first_of_backward_ + static_cast<std::size_t>(first - passes_.backward.begin()),
+          .bytes = recomputed,
+          .saved = unit.elements};
+}
+
+Keepable PlannedSteps::parameters_of(const Unit& unit) const {
   if (unit.replicated_parameters() || !unit.options.reshard_after_forward) return {};
   std::vector<std::size_t> present;
   for (std::size_t t = 0; t < moments_.size(); ++t) {
@@ -277,7 +320,7 @@ void PlannedSteps::forward() {
       compute(visit, Pass::kForward);
     }
     if (last[visit.unit] == k) {
-      highest_.outside.activations += activations_[visit.unit];
+      highest_.outside.activations += activations_[visit.unit].from_forward;
       highest_.look();
     }
     if (visit.what == What::kEnd) {
@@ -294,21 +337,29 @@ void PlannedSteps::backward() {
   const auto alive = std::make_shared<char>();
   highest_.at("the beginning of backward");
   engine_->begin_backward(alive, engine::BackwardOf::kAllLeaves);
+  std::vector<std::size_t> first(activations_.size());
   std::vector<std::size_t> last(activations_.size());
   for (std::size_t k = 0; k < passes_.backward.size(); ++k) last[passes_.backward[k].unit] = k;
+  for (std::size_t k = passes_.backward.size(); k-- > 0;) first[passes_.backward[k].unit] = k;
   for (std::size_t k = 0; k < passes_.backward.size(); ++k) {
     const auto& visit = passes_.backward[k];
     auto& unit = *engine_->units()[visit.unit];
+    const auto& [from_forward, recomputed] = activations_[visit.unit];
     highest_.at("backward of " + quoted(unit));
     const auto enters_at = trigger_ == Trigger::kHooks ? What::kBegin : What::kUse;
-    if (visit.what == enters_at && visit.enters) enter(visit, Pass::kBackward);
+    const bool recomputes = first[visit.unit] == k && recomputed > 0;
+    if (visit.what == enters_at && (visit.enters || recomputes)) enter(visit, Pass::kBackward);
+    if (recomputes) {
+      highest_.outside.activations += recomputed;
+      highest_.look();
+    }
     if (visit.what != What::kEnd) compute(visit, Pass::kBackward);
     for (const auto i : visit.gradients) {
       const auto compute = unit.formats[unit.layout.positions()[i].sub_buffer].compute;
       engine_->gradient(unit, i, at::empty(unit.parameters[i].shape, at::device(at::kMeta).dtype(compute)));
     }
     note_moment();
-    if (last[visit.unit] == k) highest_.outside.activations -= activations_[visit.unit];
+    if (last[visit.unit] == k) highest_.outside.activations -= from_forward + recomputed;
   }
   highest_.at("the end of backward");
   engine_->end_backward();

@@ -75,12 +75,33 @@ class Highest {
   std::vector<PlannedMoment> moments_;
 };
 
+/// The bytes that autograd has of one unit.
+struct UnitActivations {
+  std::int64_t from_forward = 0;  ///< They stay from its forward to its backward.
+  std::int64_t recomputed = 0;    ///< Its backward has them besides, because it begins with a repetition of the forward.
+};
+
+/// What units have that keep `activations` from forward to backward, but only `kept_if_recomputed` if `recomputed` says that backward
+/// repeats their forward. All are by unit; an empty `recomputed` says that none does.
+std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& activations,
+                                              const std::vector<std::int64_t>& kept_if_recomputed = {},
+                                              const std::vector<bool>& recomputed = {});
+
+/// In place of what a unit keeps if it recomputes: its forward can't be repeated.
+constexpr std::int64_t kNeverRecomputed = -1;
+
+/// Something of each unit that may stay from forward into backward: whole parameters, or activations.
+struct MayStay {
+  std::vector<std::int64_t> loads;  ///< By moment of the last step: what the device has to have because of it.
+  std::vector<Keepable> units;      ///< One per unit. What can't be kept, or stays anyway, saves nothing.
+};
+
 /// What steps have shown, for those who choose options.
 struct Observed {
   Plan plan;
-  std::int64_t most = 0;            ///< Of PlanBytes::device() in all steps: the first ones may need more than later ones.
-  std::vector<std::int64_t> loads;  ///< By moment of the last step: what the device has to have because of it.
-  std::vector<Keepable> units;      ///< One per unit. What can't be kept, or stays anyway, saves nothing.
+  std::int64_t most = 0;  ///< Of PlanBytes::device() in all steps: the first ones may need more than later ones.
+  MayStay parameters;     ///< It saves bytes of all-gathers.
+  MayStay activations;    ///< Of units that recompute. It saves the repetition of a forward, counted by elements of parameters.
 };
 
 /// The steps of one planned model.
@@ -89,12 +110,12 @@ class PlannedSteps {
   /// `update` runs between the end of backward and the end of the step, in which gradients are dropped.
   PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes, Trigger trigger, std::function<void(Highest&)> update);
 
-  /// By unit: see PlanOptions::activations.
-  void set_activations(std::vector<std::int64_t> activations) { activations_ = std::move(activations); }
+  /// By unit.
+  void set_activations(std::vector<UnitActivations> activations) { activations_ = std::move(activations); }
 
   /// Runs steps until they are alike, and returns what the last one needs and sends.
   Plan run();
-  /// The same with what it takes to choose which units are kept. Call one of the two, once.
+  /// The same with what it takes to choose what stays. Call one of the two, once.
   Observed observe();
 
  private:
@@ -111,14 +132,16 @@ class PlannedSteps {
   void compute(const Visit& visit, engine::Pass pass);
   void take_gradients();
   void note_moment();
-  std::vector<std::int64_t> loads() const;
-  Keepable keepable(const engine::Unit& unit) const;
+  std::vector<std::int64_t> loads_of_parameters() const;
+  std::vector<std::int64_t> loads_of_activations() const;
+  Keepable parameters_of(const engine::Unit& unit) const;
+  Keepable activations_of(const PlannedUnit& unit, std::size_t index) const;
 
   std::shared_ptr<engine::Engine> engine_;
   Passes passes_;
   Trigger trigger_;
   std::function<void(Highest&)> update_;
-  std::vector<std::int64_t> activations_;
+  std::vector<UnitActivations> activations_;
   Highest highest_;
   StepRecorder* recorder_ = nullptr;  // in the last step
   bool has_stepped_ = false;

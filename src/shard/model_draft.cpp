@@ -165,6 +165,7 @@ std::string describe(const std::optional<MemoryBudget>& budget) {
   auto text =
       ", memory_budget " + std::to_string(budget->bytes) + ", planned with optimizer " + std::to_string(static_cast<int>(optimizer));
   for (const auto& [unit, bytes] : activations) text += ", activations of '" + unit + "' " + std::to_string(bytes);
+  for (const auto& [unit, bytes] : budget->recomputable) text += ", '" + unit + "' recomputable with " + std::to_string(bytes);
   for (const auto* pass : {&order.forward, &order.backward}) {
     for (const auto& unit : *pass) text += (pass == &order.forward ? ", forward of '" : ", backward of '") + unit + "'";
   }

@@ -13,7 +13,7 @@
 #include "engine/engine.h"
 #include "fsdp/fsdp.h"
 #include "gpt.h"
-#include "plan/observe.h"
+#include "plan/planned_model.h"
 #include "support/meshes.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
@@ -26,6 +26,7 @@ using fsdp::MemoryBudget;
 using fsdp::Offload;
 using fsdp::Placements;
 using fsdp::planned_device_mesh;
+using fsdp::planning::PlannedModel;
 using fsdp::testing::line;
 using fsdp::testing::make_stack;
 using fsdp::testing::message_of;
@@ -117,17 +118,23 @@ Outcome train(const Model& model, int rank, FullyShardOptions options) {
   return outcome;
 }
 
+/// What plans with these options need in any step.
+std::int64_t most_of(const torch::nn::Module& module, const FullyShardOptions& options) {
+  const PlannedModel model(module, options, {});
+  return model.observe(model.given()).most;
+}
+
 /// The bytes that a budget needs at least, and those with which everything stays gathered.
 std::pair<std::int64_t, std::int64_t> range_of(const Model& model, int ranks) {
   auto options = model.options;
   options.mesh = planned_mesh_of(model, ranks);
   const auto module = model.make(0).module;
   options.reshard_after_forward = false;
-  const auto most = fsdp::planning::observe(*module, options, {}, {}).most;
+  const auto most = most_of(*module, options);
   options.reshard_after_forward = true;
   options.prefetch_depth = 0;
   options.offload = Offload::kOptimizerState;
-  return {fsdp::planning::observe(*module, options, {}, {}).most, most};
+  return {most_of(*module, options), most};
 }
 
 void expect_within_budgets(int ranks, int budgets) {
@@ -164,7 +171,7 @@ TEST(Budget, IsKeptByFourRanks) { expect_within_budgets(4, 3); }
 std::int64_t planned(FullyShardOptions options) {
   options.mesh = planned_device_mesh("cpu", {{"dp_shard", 2}});
   options.units = stack_units();
-  return fsdp::planning::observe(*make_stack(), options, {}, {}).most;
+  return most_of(*make_stack(), options);
 }
 
 std::vector<std::string> kept_of(const torch::nn::Module& module) {

@@ -88,6 +88,9 @@ class OneByOne {
     if (action.what == What::kCompute) {
       const auto time = named(options_.units, plan_.units[action.unit].name);
       rank.now += action.share * (action.in_backward ? time.backward_ms : time.forward_ms) * factor(number);
+      if (options_.delay_ms) {
+        rank.now += action.share * options_.delay_ms(static_cast<std::int64_t>(number), step, action.unit, action.in_backward);
+      }
     }
     if (action.what == What::kPost || action.what == What::kWait) {
       const auto& link = plan_.links[action.link];
@@ -142,6 +145,12 @@ TEST(Simulate, IsWhatRanksDoOneByOne) {
       for (const auto& unit : plan.units) options.units[unit.name] = {.forward_ms = drawn(random), .backward_ms = drawn(random)};
       for (const auto& link : plan.links) options.links[link.dim] = {.latency_us = 500 * drawn(random), .bytes_per_s = 1e7 * drawn(random)};
       for (int slow = 0; slow < trial; ++slow) options.slow_ranks[static_cast<std::int64_t>(random()) % plan.ranks] = drawn(random);
+      if (trial == 0) {  // Now one rank is late, and now another.
+        options.delay_ms = [](std::int64_t rank, std::int64_t step, std::size_t unit, bool in_backward) {
+          const auto number = 7919 * rank + 104'729 * step + 1'299'709 * static_cast<std::int64_t>(unit) + (in_backward ? 31 : 0);
+          return static_cast<double>(number % 97) / 20;
+        };
+      }
       const auto simulated = simulate(plan, options);
       const auto expected = OneByOne(plan, options).step_ms(random);
       ASSERT_EQ(simulated.step_ms.size(), expected.size());

@@ -13,9 +13,11 @@ from support.marks import at_night
 from support.ranks import StartRanks
 from support.training import batch_of, mesh_of, seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from libfsdp import _C, MemoryBudget
+from libfsdp._recomputation import set_recomputes
 
 CASES = training.CASES
 STEPS = 7  # From the sixth on, steps are alike; the first ones may need more.
@@ -206,6 +208,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         r"memory_budget.activations\['0'\] is 0.5",
     ),
+    (
+        {"memory_budget": MemoryBudget(10, recomputable={"0": HALF})},
+        TypeError,
+        r"memory_budget.recomputable\['0'\] is 0.5",
+    ),
     ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
     ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
 ]
@@ -253,3 +260,141 @@ def test_kept_units_save_as_much_as_a_solver_finds() -> None:
             assert saved == best
             assert peak <= limit
             assert saved == sum(one[3] for one, keep in zip(units, kept, strict=True) if keep)
+
+
+NAMES = [str(k) for k in range(5)]
+KEPT = dict.fromkeys(NAMES, 1 << 20)  # Larger than all that the engine has.
+INPUTS = dict.fromkeys(NAMES, 1 << 10)
+
+
+def layers(budget: MemoryBudget | None = None) -> Any:
+    torch.manual_seed(5)
+    blocks = [nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True) for _ in NAMES]
+    model = nn.Sequential(*blocks, nn.Linear(16, 4))
+    for block in blocks:
+        libfsdp.fully_shard(block)
+    return libfsdp.fully_shard(model, memory_budget=budget)
+
+
+def train_layers(model: Any, steps: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(2, 6, 16)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def least_of(**assumed: Any) -> int:
+    with pytest.raises(libfsdp.Error) as refused:
+        train_layers(layers(MemoryBudget(1, **assumed)), 1)
+    return 1 + int(str(refused.value).split("too small by ")[1].split()[0])
+
+
+def count_calls(modules: dict[str, nn.Module]) -> dict[str, int]:
+    calls = dict.fromkeys(modules, 0)
+    for name, module in modules.items():
+        module.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    return calls
+
+
+def recomputing() -> None:
+    plain = layers()
+    train_layers(plain, STEPS)
+    least = least_of(activations=KEPT, recomputable=INPUTS)
+    most = least_of(activations=KEPT)
+    assert most - least > 3.9 * (1 << 20), (least, most)
+    counts = []
+    for part in range(5):
+        # More than the least by a gather that is ahead, which both do without.
+        budget = least + (most - least) * part // 4 + (part > 0) * (1 << 16)
+        model = layers(MemoryBudget(budget, activations=KEPT, recomputable=INPUTS))
+        calls = count_calls({name: model[int(name)].linear1 for name in NAMES})
+        train_layers(model, STEPS)
+        text = libfsdp.explain(model)
+        needs = int(text.split("a step needs at most ")[1].split()[0])
+        assert libfsdp.memory_stats(model)["total.peak"] <= needs <= budget, text
+        repeated = [name for name in NAMES if calls[name] == 2 * STEPS]
+        assert all(calls[name] == STEPS for name in NAMES if name not in repeated), calls
+        expected = "recomputed in backward: " + ", ".join(f"'{name}'" for name in repeated)
+        assert expected in text if repeated else "no unit, because all activations fit" in text, (repeated, text)
+        counts.append(len(repeated))
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())
+    # The last block's activations are there when backward begins, with or without.
+    assert counts == [4, 3, 2, 1, 0], counts
+    # Fewer activations than thought: nothing recomputes any more.
+    model = layers(MemoryBudget(least, activations=KEPT, recomputable=INPUTS))
+    train_layers(model, 1)
+    assert sum("forward" in vars(module) for module in model.modules()) == 4
+    libfsdp.adjust_memory_budget(model, INPUTS)
+    assert not any("forward" in vars(module) for module in model.modules())
+    train_layers(model, 1)
+
+
+@pytest.mark.parametrize("world", [2, at_night(4)])
+def test_the_fewest_units_recompute(ranks: StartRanks, world: int) -> None:
+    ranks(world).run(recomputing)
+
+
+def not_recomputable() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    libfsdp.fully_shard(model[0][0])
+    libfsdp.fully_shard(model[0])
+    libfsdp.fully_shard(model, memory_budget=MemoryBudget(1 << 20, recomputable={"0": 8}))
+    with pytest.raises(ValueError, match="recomputable names '0', which has units within it"):
+        model(torch.ones(2, 4))
+    text = message_of_forward("transformer", memory_budget=MemoryBudget(1 << 30, recomputable={"x": 1}))
+    assert "recomputable names ['x'], which are no units" in text
+
+
+def test_units_that_can_not_recompute_are_refused(ranks: StartRanks) -> None:
+    ranks(2).run(not_recomputable)
+
+
+def test_a_forward_of_its_own_comes_back() -> None:
+    module = nn.Linear(3, 3)
+    own = vars(module)["forward"] = lambda x: x + 1
+    for before in (own, None):
+        if before is None:
+            del module.forward
+        for _ in range(2):
+            set_recomputes(module, True)
+        assert module(torch.ones(3, requires_grad=True)).grad_fn is not None
+        for _ in range(2):
+            set_recomputes(module, False)
+        assert vars(module).get("forward") is before
+
+
+def test_inputs_are_what_recomputed_units_keep() -> None:
+    class Block(nn.Module):
+        def __init__(self, recomputes: bool) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+            self.recomputes = recomputes
+
+        def _run(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x * mask)))
+
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self._run, x, mask, use_reentrant=False) if self.recomputes else self._run(x, mask)
+
+    class Blocks(nn.Module):
+        def __init__(self, recomputes: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, mask=mask)
+            return x
+
+    shapes = (torch.zeros(5, 7, 16, requires_grad=True, device="meta"), torch.zeros(5, 7, 16, device="meta"))
+    plain, recomputed = (
+        libfsdp.plan(Blocks(recomputes), libfsdp.PlannedMesh(ranks=2), units=Block, inputs=shapes)
+        for recomputes in (False, True)
+    )
+    size = 5 * 7 * 16 * 4
+    assert [unit.inputs for unit in plain.units] == [2 * size, size, size]  # All of them share the mask.
+    assert [unit.activations for unit in recomputed.units] == [2 * size, size, size]
+    assert all(unit.activations > 4 * size for unit in plain.units)

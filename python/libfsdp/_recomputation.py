@@ -1,0 +1,36 @@
+"""Modules that repeat their forward in backward, because a memory budget has chosen it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+class _Recomputed:
+    """A forward that keeps its inputs alone. It lies within the unit's hooks, so that the unit is whole when backward repeats it."""
+
+    def __init__(self, forward: Callable[..., Any], own: Callable[..., Any] | None) -> None:
+        self._forward = forward
+        self.own = own  # what the module itself had, in place of its class's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+
+def set_recomputes(module: nn.Module, recomputes: bool) -> None:
+    """Makes a module's forward keep its inputs alone, and backward repeat it; or takes that back."""
+    present = vars(module).get("forward")
+    if isinstance(present, _Recomputed) == recomputes:
+        return
+    if recomputes:
+        module.forward = _Recomputed(module.forward, present)
+    elif present.own is not None:
+        module.forward = present.own
+    else:
+        del module.forward

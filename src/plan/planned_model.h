@@ -1,0 +1,55 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "fsdp/fully_shard.h"
+#include "fsdp/memory_budget.h"
+#include "fsdp/plan.h"
+#include "plan/budget.h"
+#include "plan/planned_step.h"
+#include "shard/model_draft.h"
+
+namespace fsdp::planning {
+
+/// A C++ model on a planned mesh, without its tensors. It can be planned many times, with different choices.
+class PlannedModel {
+ public:
+  /// Drafts the model; `options.memory_budget` does not count. `recomputable`: see MemoryBudget. Throws Error for the same as fsdp::plan().
+  PlannedModel(const torch::nn::Module& module, FullyShardOptions options, PlanOptions planned,
+               const std::map<std::string, std::int64_t>& recomputable = {});
+
+  /// Plans with the options as they were given.
+  Plan plan() const;
+  /// Plans with a choice, which replaces these options.
+  Observed observe(const Choice& choice) const;
+
+  /// The options as they were given.
+  Choice given() const;
+  /// By unit: whether its forward may be repeated.
+  std::vector<bool> recomputable() const;
+  /// The units' names, as in UnitInfo.
+  std::vector<std::string> names() const;
+  /// From now on, these are the activations. Throws Error for names of no unit.
+  void set_activations(const std::map<std::string, std::int64_t>& by_name);
+  /// Without its functions. Changes of what does not say how units are made count: placements, reshard_after_forward, offload.
+  FullyShardOptions& options() { return options_; }
+
+ private:
+  struct Steps;
+  Steps make(const Choice& choice) const;
+  std::vector<std::int64_t> by_unit(const std::map<std::string, std::int64_t>& by_name, const std::string& what) const;
+
+  FullyShardOptions options_;
+  PlanOptions planned_;
+  shard::ModelDraft draft_;
+  Passes passes_;
+  std::vector<std::int64_t> activations_;
+  std::vector<std::int64_t> kept_if_recomputed_;  ///< By unit, or kNeverRecomputed.
+};
+
+}  // namespace fsdp::planning
