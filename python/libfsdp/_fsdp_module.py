@@ -360,8 +360,17 @@ class FSDPModule:
         state = self._get_fsdp_state()
         self.reshard()
         if state.model is not None:
+            if state.model.unreduced() and _changes_nothing(self, *args[:1]):
+                return self
+            state.model.refuse_to_drop(f"{type(self).__name__} is converted")
             state.model.dissolve()  # The engine refers to the tensors, and nothing may refer to them while they are exchanged.
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for one in self._states(recurse=False):
             one.adopt_registered()
         return result
+
+
+def _changes_nothing(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """True if what module._apply is called with returns each tensor as it is, as that of .to() does for a device that they are on."""
+    with torch.no_grad():
+        return all(convert(tensor) is tensor for tensor in (*module.parameters(), *module.buffers()))

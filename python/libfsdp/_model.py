@@ -6,7 +6,6 @@ Everything else knows only one state, or is told what it needs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from libfsdp._collectives import are_replaced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
 from libfsdp._registrations import Registrations
+from libfsdp._running import Running
 from libfsdp._sharded_parameter import refuse_shared
 from libfsdp._state import ShardState
 from libfsdp._warnings import Warnings
@@ -30,32 +30,10 @@ if TYPE_CHECKING:
 
     from libfsdp._memory_budget import MemoryBudget
     from libfsdp._mesh import ShardingMesh
-    from libfsdp._registered_memory import RegisteredMemory
     from libfsdp._sharded_parameter import ManagedParameter, ShardedParameter
     from libfsdp._sharding_options import ShardingOptions
 
 _ATTRIBUTE = "_libfsdp_state"
-
-
-@dataclass
-class Running:
-    """How the engine of a root runs.
-
-    Attributes:
-        prefetch_depth: units that are gathered ahead of their use.
-        overlaps_reductions: with False, each reduction has ended before backward goes on.
-        is_last_backward: with False, the end of a backward leaves reductions under way.
-        manual_finalization: with True, the end of a backward reduces nothing; finalize_backward does.
-        after_backward: called at the end of each backward, when gradients are there; of any state.
-        buffers: where the engine's buffers lie; None: where units ask for it.
-    """
-
-    prefetch_depth: int = 1
-    overlaps_reductions: bool = True
-    is_last_backward: bool = True
-    manual_finalization: bool = False
-    after_backward: Callable[[], None] | None = None
-    buffers: RegisteredMemory | None = None
 
 
 class MemberState(ShardState):
@@ -231,6 +209,35 @@ class Model:
         self._warnings = Warnings([(name, state) for name, state, _ in below])
         if not provisional:
             self._warnings.options([(name, state) for name, state, _ in below])
+        try:
+            units = self._connect(below)
+            agree(
+                self.engine,
+                [one.state for one in units],
+                {
+                    "keep_gathered_bytes": root.options.keep_gathered_bytes,
+                    "report_nan_in_param_grad": root.options.report_nan,
+                    "prefetch_depth": root.running.prefetch_depth,
+                    "memory_budget": root.options.memory_budget,
+                },
+            )
+            self.choose = functools.partial(self._choose, root, units)
+            self.explanation = self.choose(root.options.memory_budget)
+        except BaseException:
+            # No other forward may use a model that has parameters on the meta device, on which the ranks do not agree, or that needs too
+            # much memory.
+            self.dissolve()
+            raise
+        self.choose_memory()
+        if root.running.buffers is not None:
+            root.running.buffers.serve(self.engine, (b for state in self.states for b in state.mesh.backends))
+        for state in self.states:
+            state.apply_prefetch_lists()
+            if state.unsharded_early and not provisional:
+                state.unshard(wait=True)
+
+    def _connect(self, below: list[tuple[str, MemberState, MemberState | None]]) -> list[BudgetedUnit]:
+        """Gives the engine the units of these states, enclosing ones first."""
         position_of: dict[MemberState, int] = {}
         units: list[BudgetedUnit] = []
         for name, state, enclosing in below:
@@ -244,29 +251,7 @@ class Model:
                 state.connect()
                 state.unit.kept_after_forward = False
                 units.append(BudgetedUnit(name or "(root)", state, parent))
-        try:
-            agree(
-                self.engine,
-                list(position_of),
-                {
-                    "keep_gathered_bytes": root.options.keep_gathered_bytes,
-                    "report_nan_in_param_grad": root.options.report_nan,
-                    "prefetch_depth": root.running.prefetch_depth,
-                    "memory_budget": root.options.memory_budget,
-                },
-            )
-            self.choose = functools.partial(self._choose, root, units)
-            self.explanation = self.choose(root.options.memory_budget)
-        except (_C.Error, ValueError):
-            self.dissolve()  # No other forward may use a model on which the ranks do not agree, or that needs too much memory.
-            raise
-        self.choose_memory()
-        if root.running.buffers is not None:
-            root.running.buffers.serve(self.engine, (b for state in self.states for b in state.mesh.backends))
-        for state in self.states:
-            state.apply_prefetch_lists()
-            if state.unsharded_early and not provisional:
-                state.unshard(wait=True)
+        return units
 
     def _choose(self, root: MemberState, units: list[BudgetedUnit], budget: MemoryBudget | None) -> str:
         """Chooses what a memory budget leaves open, and returns what that is, and why."""
@@ -323,9 +308,23 @@ class Model:
 
     def deliver_gradients(self) -> None:
         """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
+        self._tell_delivery()
         for state in self.states:
             if state.unit is not None and state.unit.deliver_gradients(state.all_reduce_hook):
                 self._warnings.hooks(state.parameters)
+
+    def unreduced(self) -> dict[str, int]:
+        """Returns the bytes of gradients that backwards have left, by the names of memory_stats; nothing if there are none."""
+        return {k: n for k, n in self.engine.memory_stats().items() if "grad" in k and "peak" not in k and n}
+
+    def refuse_to_drop(self, what: str) -> None:
+        """Raises Error if backwards have left gradients that are not reduced, which a model that is dissolved would drop."""
+        waiting = self.unreduced()
+        if waiting:
+            raise _C.Error(
+                f"{what}, while backwards have left gradients unreduced ({waiting}), which would be lost: end the last microbatch "
+                "with set_requires_gradient_sync(True) first"
+            )
 
     def dissolve(self) -> None:
         """Gives the units back, for another engine to take. Their shards stay as they are."""
@@ -374,6 +373,9 @@ class Model:
                 self._warnings.data([state.parameters[i].name for i in assigned])
         fit = all(state.fits(one) for state, one in zip(changed, registered, strict=True))
         if not fit:
+            self.refuse_to_drop(
+                f"parameters of {[state.class_names for state in changed]} have other dtypes, are tied, or are trained now"
+            )
             self.dissolve()
         for state, one in zip(changed, registered, strict=True):
             state.adopt(one)
@@ -423,6 +425,8 @@ class Model:
         for state in self._groups:
             state.modules_to_run.clear()
         delivers = self.is_last_backward and not self.manual_finalization
+        if delivers:
+            self._tell_delivery()
         hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
         for position in self.engine.show_gradients(delivers, hooks):
             self._warnings.hooks(self._with_units[position].parameters)
@@ -430,6 +434,11 @@ class Model:
             if state.running.after_backward is not None:
                 state.running.after_backward()
         return True
+
+    def _tell_delivery(self) -> None:
+        for state in self.states:
+            if state.running.before_delivery is not None:
+                state.running.before_delivery()
 
     def zero_gradients(self) -> None:
         """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""

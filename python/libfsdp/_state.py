@@ -129,7 +129,7 @@ class ShardState:
         """Fills the shards with this rank's rows of the given parameters, which the modules then no longer show."""
         if self.unit is None:
             return
-        if not any(value.is_meta for value in values):
+        if not all(value.is_meta for value in values):
             self.unit.allocate()
         for i, (parameter, value) in enumerate(zip(self.parameters, values, strict=True)):
             local = local_of(value)
@@ -412,7 +412,9 @@ class ShardState:
         if self.unit is None or self.unit.model is None:
             return
         for in_backward, states in self.prefetch.items():
-            self.unit.set_prefetch(in_backward, [state.unit for state in states if state.unit is not None])
+            # Units of other roots have other engines, which gather them themselves.
+            listed = [state.unit for state in states if state.unit is not None and state.unit.model is self.unit.model]
+            self.unit.set_prefetch(in_backward, listed)
 
     def collect_left_gradients(self) -> None:
         """Gives the engine gradients that a program itself has put into the whole parameters, as pipelining's backward for weights does."""

@@ -80,6 +80,7 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
     engine.main().finish_gradient_sync();
     // Beyond this, the headers of all that ranks have done have been compared, and all ranks capture.
     ranks.compare("the same", {.operation = "capture after its warm-up", .unit = "(all)"});
+    engine.main().changed(/*forward_begins=*/true);    // What is gathered already, the graph would not gather.
     implementation.synchronizeDevice(device.index());  // A graph waits for nothing that it has not recorded.
     state->graph->begin_capture();
     try {

@@ -38,8 +38,12 @@ bool is_capturing_by(const Guard& guard, const c10::Stream& stream) {
 
 bool is_capturing(const c10::Stream& stream) { return is_capturing_by(c10::impl::VirtualGuardImpl(stream.device_type()), stream); }
 
+bool is_capturing_on(c10::Device device) {
+  return !device.is_cpu() && is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
 void refuse_in_capture(c10::Device device, const char* what, const char* instead) {
-  if (device.is_cpu() || !is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) return;
+  if (!is_capturing_on(device)) return;
   throw Error(std::string(what) + " in a step that is captured as a graph: the host would need what the device computes; " + instead);
 }
 

@@ -149,7 +149,8 @@ TakenGradients take_gradients(const ShownUnit& shown, bool together) {
 }
 
 /// Makes the reduced gradients of a unit the gradients of its shards. If `hook` is not None, it is called with all of them first, as one
-/// flat tensor. Returns true if some shard has hooks on its gradient, which will not be called.
+/// flat tensor. Returns true if some shard has hooks on its gradient, which will not be called. Throws Error if they do not fit into one
+/// tensor; they are delivered nevertheless.
 bool deliver_gradients(ShownUnit& shown, const py::object& hook) {
   const bool has_hook = !hook.is_none();
   TakenGradients taken;
@@ -158,7 +159,14 @@ bool deliver_gradients(ShownUnit& shown, const py::object& hook) {
     taken = take_gradients(shown, has_hook);
   }
   if (has_hook && taken.together) hook(*taken.together);
-  return shown.deliver(taken.of_parameters);
+  const bool has_gradients = std::ranges::any_of(taken.of_parameters, [](const auto& one) { return one.has_value(); });
+  const bool has_own_hooks = shown.deliver(taken.of_parameters);
+  if (has_hook && has_gradients && !taken.together) {
+    throw Error("set_all_reduce_hook: the gradients of unit '" + shown.hooked()->unit().name +
+                "' have several dtypes, and the hook takes one tensor; give the parameters of each dtype a fully_shard of their own, or "
+                "one reduce_dtype");
+  }
+  return has_own_hooks;
 }
 
 /// Those whose modules have other parameters than they were given.

@@ -177,7 +177,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Pass pass) {
   }
   events_.entered(unit, schedule_.pass());
   schedule_.move_to(unit.place.index);
-  if (!within) depart_to(unit, together);
+  if (!within) depart_to(unit, together, pass);
   gatherer_.start(unit);
   if (unit.place.prefetch[static_cast<std::size_t>(schedule_.pass())].empty()) {
     read_ahead();
@@ -196,13 +196,13 @@ void Engine::occupy(Unit& unit, Pass pass) {
   const bool repeated = backward_ == BackwardState::kRunning && pass == Pass::kForward;
   set_use(unit, repeated ? UseState::kRepeated : UseState::kInUse);
   if (!contains(occupied_, unit)) occupied_.push_back(&unit);
-  if (backward_ == BackwardState::kRunning && pass == Pass::kBackward) reducer_.enter(unit);
+  if (backward_ == BackwardState::kRunning) repeated ? reducer_.reenter(unit) : reducer_.enter(unit);
 }
 
 // [Evict by movement] In forward and backward alike: units that neither enclose the destination nor lie within it are taken to be finished.
 // If the computation enters one again, it is gathered again.
-void Engine::depart_to(Unit& destination, std::span<Unit* const> together) {
-  if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination, together);
+void Engine::depart_to(Unit& destination, std::span<Unit* const> together, Pass pass) {
+  if (backward_ == BackwardState::kRunning) reducer_.depart_to(destination, together, pass);
   for (std::size_t i = 0; i < occupied_.size();) {
     Unit& unit = *occupied_[i];
     if (related(unit, destination) || contains(together, unit)) {
@@ -284,8 +284,8 @@ void Engine::evict(Unit& unit) {
   gatherer_.evict(unit);
 }
 
-/// The main parameters were written.
-void Engine::outdate_all() {
+/// The main parameters were written. `starts_shards`: no forward begins at once, which would start these gathers.
+void Engine::outdate_all(bool starts_shards) {
   main_parameters_.changed();
   for (const auto& unit : units_) {
     set_use(*unit, UseState::kUnused);
@@ -296,6 +296,7 @@ void Engine::outdate_all() {
     schedule_.begin(Pass::kForward);
     pools_.end_step();  // Where units stay gathered after backward, this is where a step ends.
   }
+  if (!starts_shards) return;
   const at::NoGradGuard no_grad;
   guarded([&] {
     for (const auto& unit : units_) gatherer_.start_shards(*unit);
@@ -311,6 +312,7 @@ void Engine::forget_moves() {
 
 bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
   const auto lock = this->lock_for_use();
+  main_parameters_.refuse_retired();  // A graph may outlive the model.
   if (backward_ == BackwardState::kRunning) {
     if (!backward_alive_.expired()) return false;
     reset_locked();
@@ -399,12 +401,17 @@ void Engine::finalize_backward(bool wait) {
     reset_locked();
   }
   note_backward(true);
-  guarded([&] {
-    reshard_after_backward();
-    reducer_.finish();
-    if (wait || options_.report_nan_in_param_grad) reducer_.drain();
-    confirm();
-  });
+  try {
+    guarded([&] {
+      reshard_after_backward();
+      reducer_.finish();
+      if (wait || options_.report_nan_in_param_grad) reducer_.drain();
+      confirm();
+    });
+  } catch (...) {  // [Nothing survives an exception]
+    reducer_.reset(/*took_all=*/true);
+    throw;
+  }
   pools_.end_step();
   reducer_.validate();
   guarded([&] { reducer_.report_nan(); });

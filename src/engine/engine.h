@@ -157,7 +157,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
   void occupy(Unit& unit, Pass pass);
-  void depart_to(Unit& destination, std::span<Unit* const> together);
+  void depart_to(Unit& destination, std::span<Unit* const> together, Pass pass);
   void refresh_locked(Unit& unit, bool kept_is_outdated);
   void leave(Unit& unit);
   void read_ahead();
@@ -169,7 +169,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void confirm() const;
   bool is_confirmed_later() const;
   void forget_moves();
-  void outdate_all();
+  void outdate_all(bool starts_shards);
   void reset_locked();
   void drop_backward();
   /// Locks the mutex. Every public method that changes something begins with it.

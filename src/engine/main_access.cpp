@@ -90,15 +90,15 @@ void MainAccess::wrote(Unit& unit) const {
   unit.whole.written = true;
 }
 
-void MainAccess::changed() const {
+void MainAccess::changed(bool forward_begins) const {
   const auto lock = engine_.lock_for_use();
-  engine_.outdate_all();
+  engine_.outdate_all(/*starts_shards=*/!forward_begins);
 }
 
 void MainAccess::shards_changed() const {
   const auto lock = engine_.after_reader(engine_.lock_for_use());
   engine_.guarded([&] { engine_.main_parameters_.exchange_shards(); });
-  engine_.outdate_all();
+  engine_.outdate_all(/*starts_shards=*/true);
 }
 
 void MainAccess::retire() const {
@@ -133,10 +133,15 @@ void MainAccess::refuse_export() const { const auto lock = engine_.lock_for_use(
 void MainAccess::finish_gradient_sync() const {
   const auto lock = engine_.lock();
   const at::NoGradGuard no_grad;
-  engine_.guarded([&] {
-    engine_.reducer_.drain();
-    engine_.confirm();
-  });
+  try {
+    engine_.guarded([&] {
+      engine_.reducer_.drain();
+      engine_.confirm();
+    });
+  } catch (...) {  // [Nothing survives an exception]
+    engine_.reducer_.reset(/*took_all=*/true);
+    throw;
+  }
 }
 
 std::vector<at::Tensor> MainAccess::take_gradients(Unit& unit) const {

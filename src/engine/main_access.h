@@ -58,8 +58,9 @@ class MainAccess {
   /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
   void wrote(Unit& unit) const;
   /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
-  /// older graph raises torch's in-place error.
-  void changed() const;
+  /// older graph raises torch's in-place error. `forward_begins`: a forward of the whole model begins now, which gathers over the outer
+  /// dimension itself.
+  void changed(bool forward_begins = false) const;
   /// The same, after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
   /// other's shards, and the call is collective.
   void shards_changed() const;

@@ -85,6 +85,7 @@ void Reducer::begin_backward(bool reduces_on_departure) {
   reduces_on_departure_ = reduces_on_departure;
   expects_ = reduces_on_departure;
   entered_.clear();
+  interrupted_.clear();
   for (const auto& gradients : gradients_) {
     gradients->departures.count = 0;
     gradients->departures.last_gradient = 0;
@@ -95,12 +96,17 @@ void Reducer::enter(Unit& unit) {
   if (unit.trainable() && std::find(entered_.begin(), entered_.end(), &unit) == entered_.end()) entered_.push_back(&unit);
 }
 
-void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together) {
+void Reducer::reenter(Unit& unit) {
+  if (std::erase(interrupted_, &unit) > 0) enter(unit);
+}
+
+void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together, Pass pass) {
   // In reverse order, so that enclosed units come before those that enclose them.
   for (std::size_t i = entered_.size(); i-- > 0;) {
     Unit& unit = *entered_[i];
     if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
     entered_.erase(entered_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (pass == Pass::kForward) interrupted_.push_back(&unit);
     auto& gradients = of(unit);
     ++gradients.departures.count;
     if (!reduced_on_departure(gradients, gradients.departures.count)) continue;
@@ -175,7 +181,9 @@ void Reducer::report_nan() const {
 void Reducer::reduce(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   auto& buffer = gradients.collected();
-  const bool may_lend = gradients.collected_in == CollectedIn::kWire && !options_.report_nan && !pool_.has_source();
+  // What has added up may be reduced in its place.
+  const bool may_lend = gradients.collected_in == CollectedIn::kWire && gradients.state == GradientState::kCollecting &&
+                        !options_.report_nan && !pool_.has_source();
   if (gradients.arrived.settle(unit.layout, buffer, may_lend)) buffer.release();
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     auto& parameter = gradients.parameters[i];
@@ -302,6 +310,7 @@ void Reducer::drop() {
   reductions_.clear();  // waits for each; what it brings is not to be trusted
   collecting_.clear();
   entered_.clear();
+  interrupted_.clear();
   for (const auto& gradients : gradients_) {
     release_unreduced(*gradients);
     if (!gradients->partial.is_held) gradients->partial.buffer.release();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/gradient_accumulator.h"
+#include "engine/schedule.h"
 #include "engine/step_observer.h"
 #include "engine/unit.h"
 #include "memory/slot_pool.h"
@@ -56,11 +57,13 @@ class Reducer {
 
   /// The backward proper has entered the unit.
   void enter(Unit& unit);
+  /// A repeated forward has entered the unit. If backward departed from it only to repeat that forward, it is in the unit again.
+  void reenter(Unit& unit);
 
   /// Backward moves to `destination`, and uses `together` with it: starts the reduction of what was entered and is related to none of them
   /// [Reduce on departure]. The moment, and what is reduced, depend on the order of entries only, which is collective, not on which
-  /// gradients this rank happened to get.
-  void depart_to(const Unit& destination, std::span<Unit* const> together);
+  /// gradients this rank happened to get. `pass`: whether the backward proper enters `destination`, or a forward that is repeated.
+  void depart_to(const Unit& destination, std::span<Unit* const> together, Pass pass);
 
   /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all.
   /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
@@ -150,6 +153,7 @@ class Reducer {
   std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // by Unit::index
   std::vector<GradientAccumulator*> collecting_;
   std::vector<Unit*> entered_;        // by the backward proper, and not departed from
+  std::vector<Unit*> interrupted_;    // departed from for a repeated forward, which may come back to them
   std::deque<Reduction> reductions_;  // in the order of their start
   StepObserver* observer_ = nullptr;
   std::optional<SetAside> aside_;  // in a rehearsal

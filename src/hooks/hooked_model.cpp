@@ -11,6 +11,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/stream_capture.h"
 #include "fsdp/error.h"
 #include "trigger/autograd_pass.h"
 #include "trigger/gradient_hook.h"
@@ -62,6 +63,7 @@ void HookedModel::dissolve() {
   }
   units_.clear();
   watched_.clear();
+  watched_leaves_.clear();
   shown_units.reset();
   to_agree_on_.clear();
 }
@@ -72,26 +74,32 @@ void note_update() { ++updates_of_optimizers; }
 void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
   if (!trigger::inside_backward()) engine_->recover();
-  notice_writes();
+  if (were_written()) engine_->main().changed(/*forward_begins=*/true);
+  // What a graph writes when it is replayed has no sign.
+  const bool captures = is_capturing_on(engine_->options().device());
+  captured_ = captured_ || captures;
+  for (const auto& unit : engine_->units()) {
+    if (captures && unit->whole.use == engine::UseState::kPinned) engine_->reshard(*unit);  // The graph has to gather it.
+  }
   const auto updates = updates_of_optimizers.load();
   const bool updated = std::exchange(updates_, updates) != updates;
   unit_forwards_.clear();
   // Between a forward and its backward, torch forbids writes. If there is no graph (a teacher with frozen parameters), it does not forbid
   // them.
-  engine_->begin_forward(/*kept_is_outdated=*/updated || last_forward_ == LastForward::kNoGraph);
+  engine_->begin_forward(/*kept_is_outdated=*/updated || captured_ || last_forward_ == LastForward::kNoGraph);
   last_forward_ = at::GradMode::is_enabled() ? LastForward::kNoGraph : LastForward::kDone;
 }
 
 void HookedModel::prepare_unshard(HookedUnit& unit) {
   if (!trigger::inside_backward()) engine_->recover();
-  if (notice_writes()) return;
-  const bool updated = updates_ != updates_of_optimizers.load();
+  if (were_written()) return engine_->main().changed();
+  const bool updated = captured_ || updates_ != updates_of_optimizers.load();
   if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
 }
 
 /// Returns true if there is a sign that this model's main parameters were written since the last call. All copies and graphs are then
-/// outdated.
-bool HookedModel::notice_writes() {
+/// outdated, which the caller says.
+bool HookedModel::were_written() {
   bool written = false;
   for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
   std::int64_t versions = 0;
@@ -99,9 +107,7 @@ bool HookedModel::notice_writes() {
   written = std::exchange(versions_, versions) != versions || written;
   std::uint64_t steps = 0;
   for (const auto& unit : units_) steps += unit->steps;
-  written = std::exchange(steps_, steps) != steps || written;
-  if (written) engine_->main().changed();
-  return written;
+  return std::exchange(steps_, steps) != steps || written;
 }
 
 void HookedModel::begin_unit_forward(HookedUnit& unit) {
@@ -140,14 +146,33 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
       std::find_if(unit_forwards_.rbegin(), unit_forwards_.rend(), [&](const UnitForward& one) { return one.unit == unit.get(); });
   const auto begin = forward == unit_forwards_.rend() ? 0 : forward->first_operator;
   for (const auto& output : outputs) {
-    if (const auto& made_by = output.grad_fn(); made_by && made_by->sequence_nr() < begin) continue;
-    // The user may let go of the model before backward.
+    const auto& made_by = output.grad_fn();
+    if (made_by && made_by->sequence_nr() < begin) continue;
     if (last_forward_ == LastForward::kNoGraph) last_forward_ = LastForward::kGraph;
+    if (!made_by) {
+      watch_leaf(unit, output);
+      continue;
+    }
+    // The user may let go of the model before backward.
     output.register_hook([model = shared_from_this(), unit, steps = unit->steps](const at::Tensor&) {
       if (unit->steps != steps) unit->stale_in_backward = true;
       model->in_autograd([&] { model->enter_backward(*unit); });
     });
   }
+}
+
+/// A leaf (a parameter, or the user's own tensor) lives longer than a forward: one hook serves all of them, and keeps nothing alive.
+void HookedModel::watch_leaf(const std::shared_ptr<HookedUnit>& unit, const at::Tensor& leaf) {
+  std::erase_if(watched_leaves_, [](const auto& one) { return one.leaf.expired(); });
+  for (const auto& one : watched_leaves_) {
+    if (one.unit == unit.get() && one.leaf._unsafe_get_target() == leaf.unsafeGetTensorImpl()) return;
+  }
+  watched_leaves_.push_back({unit.get(), WeakTensor(leaf.getIntrusivePtr())});
+  leaf.register_hook([model = weak_from_this(), of = std::weak_ptr(unit)](const at::Tensor&) {
+    const auto to = model.lock();
+    const auto entered = of.lock();
+    if (to && entered) to->in_autograd([&] { to->enter_backward(*entered); });
+  });
 }
 
 void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,

@@ -111,18 +111,28 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
     std::uint64_t first_operator;
   };
 
-  bool notice_writes();
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  /// A leaf that a forward of the unit has returned.
+  struct WatchedLeaf {
+    const HookedUnit* unit;
+    WeakTensor leaf;
+  };
+
+  bool were_written();
+  void watch_leaf(const std::shared_ptr<HookedUnit>& unit, const at::Tensor& leaf);
   void watch_backward();
   void end_backward();
 
   std::shared_ptr<engine::Engine> engine_;
   std::vector<std::shared_ptr<HookedUnit>> units_;
   std::vector<c10::VariableVersion> watched_;
+  std::vector<WatchedLeaf> watched_leaves_;
   std::vector<UnitForward> unit_forwards_;  // under way, the outermost first
   std::int64_t versions_ = -1;  // the sum of their versions when the last forward began; -1, which is no sum, before the first one
   std::uint64_t updates_ = 0;   // the number of optimizer steps when the last forward began
   std::uint64_t steps_ = 0;     // the number of steps of optimizers that have parameters of its units
   LastForward last_forward_ = LastForward::kDone;
+  bool captured_ = false;  // a forward has been captured as a part of a graph
   std::function<void()> backward_ended_;
   std::function<void(const Error&)> rethrow_;
   std::vector<engine::UnitText> to_agree_on_;  // texts that the first backward compares

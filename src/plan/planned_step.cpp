@@ -284,7 +284,7 @@ void PlannedSteps::step() {
   if (trigger_ == Trigger::kHooks) {
     highest_.at("the beginning of forward");
     // An optimizer has stepped, whose hooks say so.
-    if (std::exchange(has_stepped_, true)) engine_->main().changed();
+    if (std::exchange(has_stepped_, true)) engine_->main().changed(/*forward_begins=*/true);
     engine_->begin_forward(/*kept_is_outdated=*/true);
   }
   forward();

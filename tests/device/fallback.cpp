@@ -27,9 +27,7 @@ bool waits_for_values(const std::string& name) {
 }
 
 /// CUDA's kernels of these take small tensors of the host beside the device's.
-bool takes_host_tensors(const std::string& name) {
-  return name.find("index") != std::string::npos || name.find("_fused_") != std::string::npos;
-}
+bool takes_host_tensors(const std::string& name) { return name.find("index") != std::string::npos; }
 
 /// One operator: on the stack, its arguments are replaced with tensors of the CPU over the same memory, the CPU's kernel runs, and its
 /// results are replaced with tensors of the device. That is one kernel, as most operators are on a GPU.

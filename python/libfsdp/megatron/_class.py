@@ -203,7 +203,7 @@ class MegatronFSDP(nn.Module):
         self.param_and_grad_buffer.use_registered_memory(self.ddp_config)
         self._separate_reductions()
         running = self._states[0].running
-        running.after_backward = weak_method(self._end_backward)
+        running.before_delivery, running.after_backward = map(weak_method, (self._gradients.restore, self._end_backward))
         running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
         running.prefetch_depth = self._prefetch_depth()
         self.microbatch_count = 0

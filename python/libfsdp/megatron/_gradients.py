@@ -51,6 +51,12 @@ class MainGradients:
             if local_of(p.grad).numel() == 0:  # Fused optimizers do not take empty tensors.
                 p.grad = None
                 continue
+            copy, versions = self._copies.get(id(p), (None, None))
+            if p.grad is copy:  # It was installed before, and no backward has added to main gradients since.
+                if _versions(p.grad) != versions:  # The user has scaled it.
+                    p.main_grad = with_dtype(p.grad, p.main_grad.dtype)
+                    self._copies[id(p)] = (p.grad, _versions(p.grad))
+                continue
             p.main_grad = p.grad
             if self.decoupled:
                 before = getattr(p, "decoupled_grad", None)

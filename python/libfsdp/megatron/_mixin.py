@@ -99,12 +99,5 @@ def require_quiet(module: nn.Module, function: str) -> None:
         if state.model not in models:
             models.append(state.model)
     for model in models:
-        waiting = {
-            key: n for key, n in model.engine.memory_stats().items() if "grad" in key and "peak" not in key and n
-        }
-        if waiting:
-            raise RuntimeError(
-                f"{function} of a module around others whose backwards have left gradients unreduced ({waiting}): end the last "
-                "microbatch first"
-            )
+        model.refuse_to_drop(f"{function} of a module around others")
         model.dissolve()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from libfsdp import _C
 from libfsdp._optimizer_settings import tell_settings
 from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._fused import make_adam_state
-from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
+from libfsdp.optim._preparing import cut_dims, loss_of, over, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,11 +139,13 @@ def _zeros_per_block(parameter: Tensor, name: str) -> Tensor:
     """Returns a 1-D tensor with a value per block, which is cut over the ranks in the same way as the parameter."""
     blocks = math.ceil(parameter.numel() / _BLOCK)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(blocks)
+        return torch.zeros(blocks, device=parameter.device)
     mesh = parameter.device_mesh
+    device = parameter._local_tensor.device
+    whole = TensorMeta(torch.Size([blocks]), (1,), torch.float32)
     cut = cut_dims(parameter)
     if not cut:
-        return DTensor.from_local(torch.zeros(blocks), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return over(torch.zeros(blocks, device=device), parameter, whole, [Replicate()] * mesh.ndim)
     placement = parameter.placements[cut[0]]
     ranks = mesh.size(cut[0])
     per_rank = math.ceil(parameter.size(0) / ranks) * (parameter.numel() // parameter.size(0))
@@ -153,6 +156,6 @@ def _zeros_per_block(parameter: Tensor, name: str) -> Tensor:
             f"cut within blocks of {_BLOCK} elements, or into unequal numbers of them; put it into a group with a greater "
             "min_8bit_size, where it keeps full state"
         )
-    local = torch.zeros(math.ceil(parameter._local_tensor.numel() / _BLOCK))
+    local = torch.zeros(math.ceil(parameter._local_tensor.numel() / _BLOCK), device=device)
     placements = [Shard(0) if d == cut[0] else Replicate() for d in range(mesh.ndim)]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([blocks]), stride=(1,))
+    return over(local, parameter, whole, placements)

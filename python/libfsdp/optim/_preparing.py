@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -48,6 +50,10 @@ def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.preserve_format)
     local = torch.zeros_like(tensor._local_tensor, dtype=dtype, memory_format=torch.preserve_format)
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return over(local, tensor, TensorMeta(tensor.shape, tensor.stride(), local.dtype), tensor.placements)
+
+
+def over(local: Tensor, like: DTensor, whole: TensorMeta, placements: Sequence[Placement]) -> DTensor:
+    """Returns a DTensor over a local tensor, where it is: from_local would move an offloaded one to the mesh's device."""
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=whole)
+    return DTensor(local, spec, requires_grad=False)

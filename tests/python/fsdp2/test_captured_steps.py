@@ -34,9 +34,16 @@ def take_reports() -> list[str]:
 
 
 def steps_of(
-    step: Callable[[], Tensor], set_input: Callable[[int], None], captured: bool, held: list[Any] | None = None
+    step: Callable[[], Tensor],
+    set_input: Callable[[int], None],
+    captured: bool,
+    held: list[Any] | None = None,
+    evaluate: Callable[[], float] | None = None,
 ) -> list[float]:
-    """What `step` gives behind a warm-up, on the inputs of its number: run each time, or captured and replayed."""
+    """What `step` gives behind a warm-up, on the inputs of its number: run each time, or captured and replayed.
+
+    If `evaluate` is given, it runs behind the warm-up and behind each step.
+    """
     module: Any = torch.get_device_module("sim")
     sim: Any = importlib.import_module("sim_device")
     set_input(0)
@@ -46,13 +53,13 @@ def steps_of(
         for _ in range(WARM_UP):
             result = step()
     module.current_stream().wait_stream(stream)
+    values = [evaluate()] if evaluate is not None else []
     if captured:
         graph: Any = torch.accelerator.Graph()
         with module.stream(stream), graph:
             result = step()
         if held is not None:
             held.append(graph)
-    values = []
     for number in range(1, REPLAYED + 1):
         set_input(number)
         if captured:
@@ -62,6 +69,8 @@ def steps_of(
         else:
             result = step()
         values.extend(result.flatten().tolist())
+        if evaluate is not None:
+            values.append(evaluate())
     return values
 
 
@@ -105,10 +114,14 @@ def run(
         scaler.update()
         return torch.stack([result.float() for result in results])
 
+    def evaluate() -> float:
+        with torch.no_grad():
+            return case.loss(model, batch).item()
+
     held: list[Any] = []
-    values = steps_of(step, set_input, captured, held)
-    with torch.no_grad():
-        values.append(case.loss(model, batch).item())
+    # Parameters that stay gathered after an evaluation are the ones that a graph would use.
+    values = steps_of(step, set_input, captured, held, evaluate if options.reshard is False else None)
+    values.append(evaluate())
     values.extend(step().tolist())
     values.append(scaler.get_scale() if scaled else 1.0)
     assert take_reports() == []

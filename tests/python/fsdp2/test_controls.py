@@ -17,6 +17,13 @@ from libfsdp import fully_shard
 from libfsdp._model import states_in
 
 
+class ToDouble(nn.Module):
+    """Converts what passes through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
 def model(**options: Any) -> Any:
     """Two units and a root."""
     torch.manual_seed(0)
@@ -121,6 +128,12 @@ def control() -> None:
     assert all(torch.equal(ours, 10 * value) for ours, value in zip(found[:2], expected[:2], strict=True))
     assert all(map(torch.equal, found[2:], expected[2:]))
 
+    several: Any = nn.Sequential(nn.Linear(4, 6), ToDouble(), nn.Linear(6, 3).double())
+    fully_shard(several)
+    several.set_all_reduce_hook(tenfold)
+    with pytest.raises(libfsdp.Error, match=r"gradients of unit .* have several dtypes"):
+        several(torch.ones(2, 4)).sum().backward()
+
     custom, calls = model(), []
 
     def gather(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
@@ -161,8 +174,12 @@ def leave_on_meta() -> None:
     first = sharded[0].weight
     value = DTensor.from_local(torch.ones(2, 4), first.device_mesh, first.placements)
     sharded.load_state_dict({"0.weight": value}, assign=True, strict=False)
-    with pytest.raises(RuntimeError, match=r"materialized from meta device.*1\.weight"):
-        sharded(torch.ones(2, 4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"materialized from meta device.*1\.weight"):
+            sharded(torch.ones(2, 4))
+    value = DTensor.from_local(torch.ones(2, 4), first.device_mesh, first.placements)
+    sharded.load_state_dict({"1.weight": value}, assign=True, strict=False)
+    assert torch.equal(sharded(torch.ones(2, 4)), torch.full((2, 4), 16.0))
 
 
 def test_what_stays_on_meta_is_an_error_and_not_zero(ranks: StartRanks) -> None:

@@ -161,3 +161,40 @@ def keep() -> None:
 
 def test_unsharded_storage_is_kept(ranks: StartRanks) -> None:
     ranks(2).run(keep)
+
+
+def fail_to_finalize() -> None:
+    # Gradients that add up are converted when they are reduced, which takes memory.
+    policy = libfsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    manual = model(mp_policy=policy)
+    manual.set_manual_backward_finalization(True)
+    manual(torch.ones(1, 4))
+    fails = False
+
+    def memory(count: int) -> torch.Tensor:
+        if fails:
+            raise MemoryError("none left")
+        return torch.empty(count, dtype=torch.uint8)
+
+    manual._get_fsdp_state().model.engine.set_buffer_sources(memory, memory)
+    manual.set_requires_gradient_sync(False)
+    backward(manual, 1)
+    manual.set_requires_gradient_sync(True)
+    fails = True
+    with pytest.raises((RuntimeError, MemoryError), match="none left"):
+        manual.finalize_backward()
+    fails = False
+    # What that backward has left is dropped, as after a backward that failed; what follows is whole.
+    assert has_none(manual)
+    for number in (2, 3):
+        backward(manual, number)
+    manual.finalize_backward()
+    expected = model(mp_policy=policy)
+    for number in (2, 3):
+        backward(expected, number)
+    for ours, value in zip(gradients(manual), gradients(expected), strict=True):
+        torch.testing.assert_close(ours, value, rtol=0.02, atol=0.02)  # Sums are rounded to bf16, once or twice.
+
+
+def test_a_finalization_that_fails_leaves_no_gradients(ranks: StartRanks) -> None:
+    ranks(2).run(fail_to_finalize)

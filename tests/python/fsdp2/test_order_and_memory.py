@@ -16,9 +16,10 @@ import torch.distributed as dist
 from support import device
 from support.models import Case, Transformer, next_token_loss, tokens
 from support.ranks import ComparedRanks, StartRanks
-from support.training import Options, batch_of, make_optimizer, seeded, shard
+from support.training import Options, batch_of, make_optimizer, mesh_of, seeded, shard
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 
@@ -250,3 +251,77 @@ def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(
     ours, theirs = (compared_ranks[name](2).run(count_collectives, name, options) for name in ("libfsdp", "fsdp2"))
     assert ours == theirs
     assert sum(ours[0].values()) == (3 * BLOCKS + 2 if options.reshard is None else 2 * UNITS)
+
+
+class Regions(nn.Module):
+    """Six blocks, of which so many follow each other in each checkpointed region."""
+
+    def __init__(self, in_region: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.in_region = in_region
+
+    def _run(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[first : first + self.in_region]:
+            x = torch.tanh(block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first in range(0, len(self.blocks), self.in_region):
+            x = checkpoint(self._run, first, x, use_reentrant=False)
+        return x
+
+
+def repeat_regions(in_region: int) -> tuple[list[int], int, list[torch.Tensor]]:
+    """Reductions of each step, the most bytes of unreduced gradients behind a block of the last one, and the gradients."""
+    model: Any = Regions(in_region)
+    for block in model.blocks:
+        libfsdp.fully_shard(block)
+    libfsdp.fully_shard(model)
+    lives: list[int] = []
+    for block in model.blocks:
+        block.register_full_backward_hook(
+            lambda *_: lives.append(libfsdp.memory_stats(model)["unreduced_gradients.live"])
+        )
+    reductions, before = [], 0
+    for _ in range(4):
+        model.zero_grad()
+        lives.clear()
+        model(torch.ones(2, 24) * (1 + dist.get_rank())).sum().backward()
+        now = libfsdp.wire_stats(model)["reduce_scatters"]
+        reductions.append(now - before)
+        before = now
+    return reductions, max(lives), [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_gradients_of_checkpointed_regions_are_reduced_on_departure(ranks: StartRanks) -> None:
+    for (reductions, peak, values), (_, alone, expected) in zip(
+        ranks(2).run(repeat_regions, 2), ranks(2).run(repeat_regions, 1), strict=True
+    ):
+        assert reductions[2:] == [6, 6]
+        assert peak <= alone
+        assert all(map(torch.equal, values, expected))
+
+
+def gathers_of_hfsdp() -> int:
+    """All-gathers of a step of three units, on two times two ranks."""
+    mesh = mesh_of(2)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    options: dict[str, Any] = {"mesh": mesh, "outer_placements": "optim"}
+    for layer in model[:2]:
+        libfsdp.fully_shard(layer, **options)
+    libfsdp.fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = 0
+    for _ in range(4):
+        before = libfsdp.wire_stats(model)["all_gathers"] if model._get_fsdp_state().model else 0
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return libfsdp.wire_stats(model)["all_gathers"] - before
+
+
+def test_hfsdp_gathers_over_the_outer_ranks_once(ranks: StartRanks) -> None:
+    """Each unit once over the outer ranks; over the inner ones each unit, and the first of two blocks again in backward."""
+    assert ranks(4).run(gathers_of_hfsdp) == [3 + 4] * 4

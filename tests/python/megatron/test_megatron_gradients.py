@@ -71,6 +71,34 @@ def test_a_forward_may_come_before_the_step(ranks: StartRanks, strategy: str) ->
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def add_up(strategy: str, forwards_first: bool) -> list[torch.Tensor]:
+    """Main gradients of two microbatches, and what they are after a step that was not followed by zero_grad."""
+    model = shard(plain_model(dtype=BF16), strategy, mixed_precision_policy=COPIES)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def loss(step: int) -> torch.Tensor:
+        return model(batch(step, dist.get_rank(), dtype=BF16)).float().square().mean()
+
+    if forwards_first:
+        losses = [loss(0), loss(1)]
+        for one in losses:
+            one.backward()
+    else:
+        for step in range(2):
+            loss(step).backward()
+    found = main_gradients(model)
+    optimizer.step()
+    return [*found, *main_gradients(model)]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_two_forwards_before_their_backwards(ranks: StartRanks, strategy: str) -> None:
+    for found, expected in zip(
+        ranks(2).run(add_up, strategy, True), ranks(2).run(add_up, strategy, False), strict=True
+    ):
+        assert all(map(torch.equal, found, expected))
+
+
 def accumulate_from_zeros(strategy: str) -> None:
     """Tensors of zeros take up gradients in full precision, as none do."""
     found = []
