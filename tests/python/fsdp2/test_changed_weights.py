@@ -249,7 +249,7 @@ def test_positions_are_those_in_the_whole_tensor(ranks: StartRanks, size: int) -
 
 
 def stops(at: int, who: int) -> None:
-    """What was given before the stop goes back to what it was: only a stream that sends everything is right then."""
+    """Some of what was given before the stop goes back to what it was: only a stream that sends everything is right then."""
     mine = dist.get_rank() == who
     model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
     receiver = Receiver(model, WeightSnapshot())
@@ -264,7 +264,7 @@ def stops(at: int, who: int) -> None:
         seen = error
     if not mine and at < 5:
         assert "has stopped before bucket" in str(seen)
-    for own, value in zip(own_shards(model), before, strict=True):
+    for own, value in list(zip(own_shards(model), before, strict=True))[::2]:
         own.copy_(value)
     assert receiver.take() == 1
     receiver.check()

@@ -104,6 +104,12 @@ def they_stay() -> None:
     assert shards.is_valid()
     assert addresses(again) == before
     assert again.generation == shards.generation
+    # Other tensors that are assigned give their values to the memory that is registered.
+    other = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(other, assign=True)
+    assert addresses(libfsdp.local_shards(model)) == before
+    assert shards.is_valid()
+    assert all(torch.equal(one.tensor, other[one.name].to_local()) for one in shards)
     CASES["tied"].loss(model, batch_of(CASES["tied"], 9, 0, dist.get_rank()))
     assert shards.is_valid()  # while modules show whole parameters
     assert_whole(model)

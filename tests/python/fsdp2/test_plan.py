@@ -233,6 +233,7 @@ def test_what_the_program_has() -> None:
     assert plain.memory["main_gradients.live"] == 0  # They are the shards' .grad.
     assert plain.moment == "the end of backward"
     assert plain.peak["main_gradients"] == plain.memory["main_gradients.peak"]
+    assert dict(plain.moments)["the update"]["main_gradients"] == plain.memory["main_gradients.peak"]
     state = plain.peak["optimizer_state"]
     assert state == sum(unit.optimizer_state for unit in plain.units)
     assert 1.8 * shards < state <= 2 * shards  # without the padding
