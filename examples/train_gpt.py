@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -223,10 +224,11 @@ def begin_run(options: argparse.Namespace, lock: Lock | None) -> tuple[Path, Loc
 
 def main() -> None:
     options = read_options()
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if SEQUENCES % ranks:
+    ranks = int(os.environ["WORLD_SIZE"])
+    if SEQUENCES % ranks:  # before ranks connect: none waits for one that has gone
         sys.exit(f"{SEQUENCES} sequences of a step do not divide among {ranks} ranks")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     lock = Lock(options.resume) if options.resume else None
     train, validation = read_text(options.data)
     torch.manual_seed(1)  # the same first values on all ranks

@@ -46,8 +46,8 @@ struct MemoryBudget {
   std::int64_t bytes = 0;  ///< For the engine, the optimizer and the activations that `planned` gives; at least 1.
   /// What is assumed of a step. Give the optimizer that you will use, and activations as plan() takes them, if they count.
   PlanOptions planned = {};
-  /// The units that a program can recompute, by name, and the bytes of activations that each keeps if it does: its inputs. The others in
-  /// `planned` are then there during its backward only. No other unit may lie within such a unit.
+  /// The units that a program can recompute, by name, and the bytes of activations that each keeps if it does: its inputs. The rest of
+  /// its activations in `planned` is then there during its backward only. No other unit may lie within such a unit.
   std::map<std::string, std::int64_t> recomputable = {};
 };
 
@@ -67,7 +67,8 @@ std::string explain(const torch::nn::Module& module);
 /// every rank if the model has no memory budget, if a name is no unit's or bytes are negative on any rank, or if nothing fits; all is then
 /// as it was.
 void adjust_memory_budget(torch::nn::Module& module, const std::map<std::string, std::int64_t>& activations);
-/// The same with the most bytes that all units had together, which are divided equally among those below the root.
+/// The same with the most bytes that all units had together, which are divided equally among those below the root. Throws Error, too, if
+/// units recompute.
 void adjust_memory_budget(torch::nn::Module& module, std::int64_t activations);
 
 }  // namespace fsdp

@@ -5,8 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from libfsdp import _C
+
 if TYPE_CHECKING:
-    from libfsdp import _C
+    from collections.abc import Sequence
+
     from libfsdp._state import ShardState
 
 
@@ -27,6 +30,16 @@ def agree(engine: _C.HookedModel, states: list[ShardState], of_model: dict[str, 
         state.first_values.forget()
     if warning:
         warnings.warn(warning, stacklevel=2)
+
+
+def require_one_device(root: ShardState, below: Sequence[tuple[str, ShardState, ShardState | None]]) -> None:
+    """Raises Error if a unit's mesh is of another device than the root's: they share buffers and process groups."""
+    for name, state, _ in below:
+        if state.mesh.device.type != root.mesh.device.type:
+            raise _C.Error(
+                f"unit '{name}' is sharded over a mesh of {state.mesh.device}, and the module around it over one of "
+                f"{root.mesh.device}: give fully_shard meshes of the same device"
+            )
 
 
 def _settings_of(state: ShardState, of_model: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from libfsdp._arguments import check_bytes, refuse
 from libfsdp._model import states_in
+from libfsdp._recomputation import recomputes
 from libfsdp._statistics import explain
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int
 
     Args:
         module: the root, whose fully_shard was given a memory_budget, after its first forward.
-        activations: the bytes that stay from a unit's forward to its backward, by the unit's name; or the most that all units
-            had together, which is then divided equally among those below the root.
+        activations: the bytes that stay from a unit's forward to its backward if it does not recompute, by the unit's name; or
+            the most that all units had together, which is then divided equally among those below the root.
 
     Raises:
         ValueError: if the module is not sharded, no forward has run yet, there is no memory_budget, a name is no unit's, or
-            another rank refuses what it was given.
+            another rank refuses what it was given. Also for a sum while units recompute.
         Error: if nothing fits. All is then as it was.
         TypeError: if a number of bytes is none.
     """
@@ -48,7 +49,8 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int
     refusal: Exception | None = None
     given: dict[str, int] = {}
     try:
-        given = _by_unit(names, activations)
+        recompute = any(recomputes(one) for _, state, _ in states for one in state.modules)
+        given = _by_unit(names, activations, recompute=recompute)
     except (ValueError, TypeError) as error:
         refusal = error  # Other ranks wait for this one.
     numbers = [int(refusal is not None), *(given.get(name, 0) for name in names)]
@@ -64,8 +66,13 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int
     model.explanation = model.choose(replace(budget, activations=dict(zip(names, largest, strict=True))))
 
 
-def _by_unit(names: list[str], activations: Mapping[str, int] | int) -> dict[str, int]:
+def _by_unit(names: list[str], activations: Mapping[str, int] | int, *, recompute: bool) -> dict[str, int]:
     """Returns the bytes of each unit."""
+    if isinstance(activations, int) and recompute:
+        raise ValueError(
+            "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by the "
+            "names of units"
+        )
     if isinstance(activations, int):
         check_bytes("activations", activations)
         below = [name for name in names if name != "(root)"] or names

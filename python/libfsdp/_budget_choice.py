@@ -59,6 +59,8 @@ def choose(
     unknown = sorted(set(budget.recomputable) - set(names))
     if unknown:
         raise ValueError(f"memory_budget: recomputable names {unknown}, which are no units: they are {names}")
+    if "(root)" in budget.recomputable:  # The choice is made when its forward has begun.
+        raise ValueError("memory_budget: recomputable names '(root)'; call fully_shard on the part of it that may recompute")
     for one in units:
         if one.parent is not None and names[one.parent] in budget.recomputable and names[one.parent] != one.name:
             raise ValueError(

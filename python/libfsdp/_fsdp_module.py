@@ -360,7 +360,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         self.reshard()
         if state.model is not None:
-            if state.model.unreduced() and _changes_nothing(self, *args[:1]):
+            if state.model.engine.has_left_gradients() and _changes_nothing(self, *args[:1]):
                 return self
             state.model.refuse_to_drop(f"{type(self).__name__} is converted")
             state.model.dissolve()  # The engine refers to the tensors, and nothing may refer to them while they are exchanged.

@@ -22,8 +22,8 @@ class MemoryBudget:
         activations: the bytes of activations that stay from a unit's forward to its backward, by the unit's name, as
             :class:`PlannedUnit` has them; of units that are not named, none.
         recomputable: the units whose forward may be repeated in backward, by name, and the bytes of activations that each then
-            keeps, which are its inputs. The others in ``activations`` are then there during its backward only. Those that are
-            chosen run under ``torch.utils.checkpoint``. No other unit may lie within such a unit.
+            keeps, which are its inputs. The rest of its ``activations`` is then there during its backward only. Those that are
+            chosen run under ``torch.utils.checkpoint``. No other unit may lie within such a unit, and it is not the root.
     """
 
     bytes: int

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from libfsdp import _C
-from libfsdp._agreement import agree
+from libfsdp._agreement import agree, require_one_device
 from libfsdp._budget_choice import BudgetedUnit, choose
 from libfsdp._calling import outside_transforms, untraced, weak_method
 from libfsdp._collectives import are_replaced
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._missed import MissedUnits
+from libfsdp._recomputation import set_recomputes
 from libfsdp._registrations import Registrations
 from libfsdp._running import Running
 from libfsdp._sharded_parameter import refuse_shared
@@ -159,16 +160,6 @@ def _parameters_below(*modules: nn.Module) -> Iterator[ShardedParameter]:
     return (parameter for _, state, _ in states_in(*modules) for parameter in state.parameters)
 
 
-def _require_one_device(root: MemberState, below: list[tuple[str, MemberState, MemberState | None]]) -> None:
-    """Raises Error if a unit's mesh is of another device than the root's: they share buffers and process groups."""
-    for name, state, _ in below:
-        if state.mesh.device.type != root.mesh.device.type:
-            raise _C.Error(
-                f"unit '{name}' is sharded over a mesh of {state.mesh.device}, and the module around it over one of "
-                f"{root.mesh.device}: give fully_shard meshes of the same device"
-            )
-
-
 class Model:
     """The units of one model, known since its first forward, and what they share: the engine."""
 
@@ -181,7 +172,7 @@ class Model:
         """
         self.provisional = provisional
         below = list(root.states_below())
-        _require_one_device(root, below)
+        require_one_device(root, below)
         self.states = [state for _, state, _ in below]
         # By their positions in the engine.
         self._with_units = [state for state in self.states if state.unit is not None]
@@ -250,6 +241,8 @@ class Model:
                 self.engine.add(state.unit, parent)
                 state.connect()
                 state.unit.kept_after_forward = False
+                for module in state.modules:
+                    set_recomputes(module, False)
                 units.append(BudgetedUnit(name or "(root)", state, parent))
         return units
 
@@ -309,21 +302,23 @@ class Model:
     def deliver_gradients(self) -> None:
         """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
         self._tell_delivery()
+        refused = ""
         for state in self.states:
-            if state.unit is not None and state.unit.deliver_gradients(state.all_reduce_hook):
+            if state.unit is None:
+                continue
+            has_hooks, error = state.unit.deliver_gradients(state.all_reduce_hook)
+            refused = error or refused
+            if has_hooks:
                 self._warnings.hooks(state.parameters)
-
-    def unreduced(self) -> dict[str, int]:
-        """Returns the bytes of gradients that backwards have left, by the names of memory_stats; nothing if there are none."""
-        return {k: n for k, n in self.engine.memory_stats().items() if "grad" in k and "peak" not in k and n}
+        if refused:
+            raise _C.Error(refused)
 
     def refuse_to_drop(self, what: str) -> None:
-        """Raises Error if backwards have left gradients that are not reduced, which a model that is dissolved would drop."""
-        waiting = self.unreduced()
-        if waiting:
+        """Raises Error if backwards have left gradients that nobody has taken, which a model that is dissolved would drop."""
+        if self.engine.has_left_gradients():
             raise _C.Error(
-                f"{what}, while backwards have left gradients unreduced ({waiting}), which would be lost: end the last microbatch "
-                "with set_requires_gradient_sync(True) first"
+                f"{what}, while backwards have left gradients that are not reduced, which would be lost: finish the accumulation "
+                "first, or drop them by zero_grad()"
             )
 
     def dissolve(self) -> None:

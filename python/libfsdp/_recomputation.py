@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
@@ -20,15 +21,21 @@ class _Recomputed:
         self.own = own  # what the module itself had, in place of its class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        # checkpoint has keywords of its own.
+        return checkpoint(functools.partial(self._forward, **kwargs), *args, use_reentrant=False)
 
 
-def set_recomputes(module: nn.Module, recomputes: bool) -> None:
+def recomputes(module: nn.Module) -> bool:
+    """True if backward repeats the module's forward."""
+    return isinstance(vars(module).get("forward"), _Recomputed)
+
+
+def set_recomputes(module: nn.Module, wanted: bool) -> None:
     """Makes a module's forward keep its inputs alone, and backward repeat it; or takes that back."""
-    present = vars(module).get("forward")
-    if isinstance(present, _Recomputed) == recomputes:
+    if recomputes(module) == wanted:
         return
-    if recomputes:
+    present: Any = vars(module).get("forward")
+    if wanted:
         module.forward = _Recomputed(module.forward, present)
     elif present.own is not None:
         module.forward = present.own

@@ -173,7 +173,7 @@ void bind_budget(py::module_& module) {
       "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::arg("kept_if_recomputed"), py::kw_only(), py::arg("bytes"),
       py::arg("optimizer_values"), py::arg("prefetch_depth"),
       "The prefetch depth, which of these units of a model are kept from forward into backward, which recompute, and why. Raises Error if "
-      "nothing fits. A unit for which kept_if_recomputed is negative never recomputes.");
+      "nothing fits. A unit for which kept_if_recomputed is -1 never recomputes.");
   module.def(
       "choose_kept",
       [](const std::vector<std::int64_t>& loads, const std::vector<std::tuple<std::size_t, std::size_t, std::int64_t, std::int64_t>>& units,

@@ -9,8 +9,10 @@
 
 #include "base/outside_transforms.h"
 #include "bindings/bindings.h"
+#include "bindings/delivered_gradients.h"
 #include "bindings/errors.h"
 #include "engine/buffer.h"
+#include "engine/left_gradients.h"
 #include "engine/tensor_bytes.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
@@ -120,55 +122,6 @@ std::string agree(HookedModel& model, const std::vector<std::string>& settings,
   return model.agree(std::move(texts));
 }
 
-/// The gradients of a unit: one for each parameter, or nothing. On request, also one flat tensor over the memory of all of them, if they
-/// have the same dtype.
-struct TakenGradients {
-  std::vector<std::optional<at::Tensor>> of_parameters;
-  std::optional<at::Tensor> together;
-};
-
-TakenGradients take_gradients(const ShownUnit& shown, bool together) {
-  auto& hooked = *shown.hooked();
-  auto& unit = hooked.unit();
-  TakenGradients taken;
-  taken.of_parameters.resize(unit.parameters.size());
-  std::vector<bool> has_gradient;
-  for (const auto& parameter : unit.parameters) has_gradient.push_back(parameter.has_gradient);
-  const auto gradients = model_of(shown)->engine().main().take_gradients(unit);
-  if (gradients.empty()) return taken;
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < has_gradient.size(); ++i) {
-    if (!has_gradient[i]) continue;
-    taken.of_parameters[i] = hooked.gradient_shard(gradients, i);
-  }
-  if (!together) return taken;
-  const auto& first = gradients.front();
-  const auto alike = [&](const at::Tensor& part) { return part.scalar_type() == first.scalar_type(); };
-  if (std::all_of(gradients.begin(), gradients.end(), alike)) taken.together = at::empty({0}, first.options()).set_(first.storage());
-  return taken;
-}
-
-/// Makes the reduced gradients of a unit the gradients of its shards. If `hook` is not None, it is called with all of them first, as one
-/// flat tensor. Returns true if some shard has hooks on its gradient, which will not be called. Throws Error if they do not fit into one
-/// tensor; they are delivered nevertheless.
-bool deliver_gradients(ShownUnit& shown, const py::object& hook) {
-  const bool has_hook = !hook.is_none();
-  TakenGradients taken;
-  {
-    const py::gil_scoped_release no_gil;
-    taken = take_gradients(shown, has_hook);
-  }
-  if (has_hook && taken.together) hook(*taken.together);
-  const bool has_gradients = std::ranges::any_of(taken.of_parameters, [](const auto& one) { return one.has_value(); });
-  const bool has_own_hooks = shown.deliver(taken.of_parameters);
-  if (has_hook && has_gradients && !taken.together) {
-    throw Error("set_all_reduce_hook: the gradients of unit '" + shown.hooked()->unit().name +
-                "' have several dtypes, and the hook takes one tensor; give the parameters of each dtype a fully_shard of their own, or "
-                "one reduce_dtype");
-  }
-  return has_own_hooks;
-}
-
 /// Those whose modules have other parameters than they were given.
 std::vector<std::size_t> with_other_parameters(HookedModel& model) {
   std::vector<std::size_t> found;
@@ -215,16 +168,18 @@ bool leave(ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) 
 }
 
 /// A backward has ended: its gradients are delivered, if `delivers`, with the hooks of those units that have one, and modules show shards.
-/// Returns the units for which deliver_gradients is true.
+/// Returns the units for which deliver_gradients is true. Throws Error at the end for a hook that could not be called.
 std::vector<std::size_t> show_gradients(HookedModel& model, bool delivers, const std::map<std::size_t, py::object>& hooks) {
   std::vector<std::size_t> found;
+  std::string refused;
   const auto& units = units_of(model);
   for (std::size_t k = 0; k < units.size(); ++k) {
     auto& unit = *units[k];
     const auto hook = hooks.find(k);
-    if (delivers && deliver_gradients(unit, hook == hooks.end() ? py::object(py::none()) : hook->second)) found.push_back(k);
+    if (delivers && deliver_gradients(unit, hook == hooks.end() ? py::object(py::none()) : hook->second, refused)) found.push_back(k);
     if (options_of(unit).reshard_after_backward) unit.hide();
   }
+  if (!refused.empty()) throw Error(refused);
   return found;
 }
 
@@ -265,7 +220,8 @@ void on_backward_end(HookedModel& model, py::function callback) {
                     "': its module was collected between forward and backward, and with it the hook of set_all_reduce_hook; keep the model "
                     "until backward has ended");
       }
-      deliver_gradients(*unit, py::none());
+      std::string refused;
+      deliver_gradients(*unit, py::none(), refused);
     }
   });
 }
@@ -401,7 +357,14 @@ void bind_hooks(py::module_& module) {
           "gradient",
           [](ShownUnit& self, std::size_t i, const at::Tensor& gradient) { model_of(self)->gradient(*self.hooked(), i, gradient); },
           py::call_guard<py::gil_scoped_release>())
-      .def("deliver_gradients", &deliver_gradients)
+      .def(
+          "deliver_gradients",
+          [](ShownUnit& self, const py::object& hook) {
+            std::string refused;
+            const bool has_own_hooks = deliver_gradients(self, hook, refused);
+            return std::pair{has_own_hooks, std::move(refused)};
+          },
+          "As show_gradients, of one unit: whether a shard has hooks on its gradient, and why its own hook was not called.")
       .def(
           "prepare_unshard", [](ShownUnit& self) { model_of(self)->prepare_unshard(*self.hooked()); }, kNoGil)
       .def("unshard", &unshard, py::kw_only(), py::arg("wait"))
@@ -489,6 +452,8 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set({.prefetch_depth = depth}); }, kNoGil)
       .def("memory_stats", &memory_stats)
+      .def(
+          "has_left_gradients", [](HookedModel& model) { return engine::has_left_gradients(model.engine()); }, kNoGil)
       .def("wire_stats", &wire_stats, py::arg("further"));
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");

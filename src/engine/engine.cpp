@@ -484,11 +484,6 @@ void Engine::drop_backward() {
   schedule_.begin(Pass::kForward);
 }
 
-std::vector<std::size_t> Engine::recorded_order(Pass pass) {
-  const auto lock = this->lock();
-  return schedule_.recorded(pass);
-}
-
 void Engine::set(const StepSettings& settings) {
   if (settings.prefetch_depth && *settings.prefetch_depth < 0) {
     throw Error("prefetch_depth " + std::to_string(*settings.prefetch_depth) + "; give 0 (no read-ahead) or more");

@@ -143,8 +143,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_keeps_storage(Unit& unit, bool keeps);
   void reset();
   void set(const StepSettings& settings);
-  /// The units that the last pass of this kind has entered, in its order.
-  std::vector<std::size_t> recorded_order(Pass pass);
   /// What this rank owns of the model, for those who read and write it between steps.
   MainAccess main() { return MainAccess(*this); }
 
@@ -154,6 +152,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   friend class MainAccess;  // Its methods are the engine's, between steps.
   friend class Observation;
+  friend std::vector<std::size_t> recorded_order(Engine& engine, Pass pass);
+  friend bool has_left_gradients(Engine& engine);
 
   void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
   void occupy(Unit& unit, Pass pass);

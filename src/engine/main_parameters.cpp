@@ -43,8 +43,8 @@ void MainParameters::refuse_torn() const {
 void MainParameters::refuse_retired() const {
   if (state_ != MainState::kRetired) return;
   throw Error(
-      "this handle, optimizer or graph belongs to a model that has been taken apart since, by fsdp::fully_unshard, or in Python by a "
-      "conversion (.to()) or by parameters that were replaced or unfrozen; make a new one, or run forward again before backward");
+      "this handle, optimizer or graph belongs to a model that fsdp::fully_unshard made ordinary again, or, in Python, whose parameters "
+      "were converted (.to()), replaced or unfrozen since; call fully_shard and make a new one, or run forward again before backward");
 }
 
 void MainParameters::refuse_summoned(const char* what) const {

@@ -6,6 +6,8 @@ namespace fsdp::engine {
 
 void Schedule::begin(Pass pass) {
   if (current_ != kNone) successor_[static_cast<std::size_t>(pass_)][key(before_, current_)] = kNone;
+  if (!moves_.empty()) recorded_[static_cast<std::size_t>(pass_)].swap(moves_);
+  moves_.clear();
   pass_ = pass;
   before_ = kNone;
   current_ = kNone;
@@ -15,6 +17,7 @@ void Schedule::move_to(std::size_t unit) {
   successor_[static_cast<std::size_t>(pass_)][key(before_, current_)] = unit;
   before_ = current_;
   current_ = unit;
+  moves_.push_back(unit);
 }
 
 std::vector<std::size_t> Schedule::next(int depth) const {
@@ -29,21 +32,6 @@ std::vector<std::size_t> Schedule::next(int depth) const {
     before = unit;
     unit = found->second;
     if (unit != current_ && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
-  }
-  return units;
-}
-
-std::vector<std::size_t> Schedule::recorded(Pass pass) const {
-  std::vector<std::size_t> units;
-  const auto& successor = successor_[static_cast<std::size_t>(pass)];
-  std::size_t before = kNone;
-  std::size_t unit = kNone;
-  for (auto found = successor.find(key(before, unit)); found != successor.end() && found->second != kNone;
-       found = successor.find(key(before, unit))) {
-    before = unit;
-    unit = found->second;
-    units.push_back(unit);
-    if (units.size() > successor.size()) break;  // It goes round.
   }
   return units;
 }

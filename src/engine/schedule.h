@@ -26,8 +26,8 @@ class Schedule {
   void move_to(std::size_t unit);
   /// The units expected next, nearest first: at most `depth` different ones.
   std::vector<std::size_t> next(int depth) const;
-  /// The units of the last pass of this kind, as it moved to them. (Where it came to a unit from the same unit as before, it may end there.)
-  std::vector<std::size_t> recorded(Pass pass) const;
+  /// The units of the last pass of this kind that has ended, in its order.
+  const std::vector<std::size_t>& recorded(Pass pass) const { return recorded_[static_cast<std::size_t>(pass)]; }
   Pass pass() const { return pass_; }
 
  private:
@@ -39,6 +39,8 @@ class Schedule {
   std::size_t before_ = kNone;
   std::size_t current_ = kNone;
   std::array<std::unordered_map<std::uint64_t, std::size_t>, 2> successor_;
+  std::vector<std::size_t> moves_;  // of this pass
+  std::array<std::vector<std::size_t>, 2> recorded_;
 };
 
 }  // namespace fsdp::engine

@@ -32,10 +32,11 @@ std::string name_of_row(std::string_view dim, std::span<const std::int64_t> rank
   bool even = ranks.size() > 2 && step > 0;
   for (std::size_t i = 1; i < ranks.size() && even; ++i) even = ranks[i] - ranks[i - 1] == step;
   if (even) {
-    name += " " + std::to_string(ranks.front()) + "-" + std::to_string(ranks.back());
-    return step == 1 ? name : name + ":" + std::to_string(step);
+    name.append(" ").append(std::to_string(ranks.front())).append("-").append(std::to_string(ranks.back()));
+    if (step != 1) name.append(":").append(std::to_string(step));
+    return name;
   }
-  for (const auto rank : ranks) name += " " + std::to_string(rank);
+  for (const auto rank : ranks) name.append(" ").append(std::to_string(rank));
   return name;
 }
 

@@ -8,6 +8,7 @@
 
 #include "api/registry.h"
 #include "engine/engine.h"
+#include "engine/recorded_order.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "fully_shard/budget_choice.h"
@@ -48,21 +49,12 @@ bool recomputes(const torch::nn::Module& unit) {
 
 UnitOrder recorded_order(const torch::nn::Module& module) {
   const auto engine = handle(module).engine();
-  const auto unit = [&](std::size_t index) -> const engine::Unit& { return *engine->units()[index]; };
-  const auto forward = engine->recorded_order(engine::Pass::kForward);
-  auto backward = engine->recorded_order(engine::Pass::kBackward);
-  // Backward begins in the unit in which forward has ended, and in those around it, without a move to them.
-  auto last = forward.rbegin();
-  std::vector<std::size_t> ended_in(last, last == forward.rend() ? last : std::next(last));
-  while (last != forward.rend() && std::next(last) != forward.rend() && engine::encloses(unit(*last), unit(*std::next(last)))) {
-    ended_in.push_back(*++last);
-  }
-  if (!ended_in.empty() && !backward.empty() && backward.front() == ended_in.back()) ended_in.pop_back();
-  backward.insert(backward.begin(), ended_in.begin(), ended_in.end());
-  UnitOrder order;
-  for (const auto index : forward) order.forward.push_back(unit(index).name);
-  for (const auto index : backward) order.backward.push_back(unit(index).name);
-  return order;
+  const auto names = [&](engine::Pass pass) {
+    std::vector<std::string> units;
+    for (const auto index : engine::recorded_order(*engine, pass)) units.push_back(engine->units()[index]->name);
+    return units;
+  };
+  return {.forward = names(engine::Pass::kForward), .backward = names(engine::Pass::kBackward)};
 }
 
 std::string explain(const torch::nn::Module& module) {
@@ -84,8 +76,15 @@ void adjust_memory_budget(torch::nn::Module& module, const std::map<std::string,
 }
 
 void adjust_memory_budget(torch::nn::Module& module, std::int64_t activations) {
+  const auto engine = handle(module).engine();
   adjust(module, [&](const std::vector<std::string>& names) {
     check("activations", activations);
+    if (std::ranges::any_of(engine->units(), [](const auto& unit) { return unit->options.recomputes; })) {
+      throw Error(
+          "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by the "
+          "names "
+          "of units");
+    }
     std::vector<std::int64_t> bytes(names.size());
     const std::size_t first = names.size() > 1 ? 1 : 0;  // The root is the first.
     const auto count = static_cast<std::int64_t>(names.size() - first);

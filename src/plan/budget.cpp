@@ -74,6 +74,10 @@ PlannedChoice choose_what_stays(const Budget& budget, const MayStay& may_stay, P
 PlannedChoice recompute(const Budget& budget, Choice choice) {
   choice.recomputed = budget.recomputable;
   PlannedChoice all{.choice = choice, .observed = observe(budget, choice)};
+  for (std::size_t k = 0; k < choice.recomputed.size(); ++k) {
+    // It would free nothing.
+    if (all.observed.activations.units[k].bytes == 0) all.choice.recomputed[k] = choice.recomputed[k] = false;
+  }
   if (all.observed.most > budget.bytes) return all;
   const auto may_stay = all.observed.activations;
   return choose_what_stays(budget, may_stay, std::move(all), [&](const std::vector<bool>& stays) {
@@ -120,8 +124,7 @@ std::string explanation(const Budget& budget, const PlannedChoice& planned, std:
     const auto& [before, bytes] = tried[static_cast<std::size_t>(budget.given.prefetch_depth)];  // the last one without offload
     text += "optimizer state: offloaded, because without it " + options_text(budget, before) + " needs " + bytes_text(bytes) + "\n";
   } else {
-    text +=
-        std::string("optimizer state: ") + (choice.offloads_optimizer_state ? "offloaded, as given\n" : "on the device, where it fits\n");
+    text += std::string("optimizer state: ") + (choice.offloads_optimizer_state ? "offloaded already\n" : "on the device, where it fits\n");
   }
   const auto may_recompute = std::ranges::count(budget.recomputable, true);
   if (const auto recomputed = std::ranges::count(choice.recomputed, true); recomputed > 0) {

@@ -92,6 +92,7 @@ PlannedModel::PlannedModel(const torch::nn::Module& module, FullyShardOptions op
   options_.units = {};
   options_.ignore = {};
   options_.granularity = {};
+  options_.gather_format = {};
   options_.unit_settings = {};
   options_.tensor_parallel = {};
   set_activations(planned_.activations);

@@ -288,6 +288,15 @@ void validate(const FullyShardOptions& options) {
     throw Error("memory_budget " + std::to_string(options.memory_budget->bytes) +
                 " bytes; give how many bytes of its device a rank may use");
   }
+  if (options.memory_budget) {
+    for (const auto* bytes : {&options.memory_budget->planned.activations, &options.memory_budget->recomputable}) {
+      for (const auto& [unit, count] : *bytes) {
+        if (count >= 0) continue;
+        throw Error(std::string("memory_budget: ") + (bytes == &options.memory_budget->recomputable ? "recomputable" : "activations") +
+                    " gives unit '" + unit + "' " + std::to_string(count) + " bytes; give 0 or more");
+      }
+    }
+  }
   if (options.memory_budget && options.keep_gathered_bytes != 0) {
     throw Error("memory_budget chooses what stays gathered, and keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) +
                 " says it; give one of them");

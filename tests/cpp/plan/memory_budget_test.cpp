@@ -193,7 +193,7 @@ TEST(MemoryBudget, PlansTheActivationsOfOneRecomputedUnitAtATime) {
 
 TEST(MemoryBudget, PlansTheOrderThatStepsHaveRecorded) {
   run_ranks(2, [](int) {
-    for (const std::vector<std::size_t>& order : {std::vector<std::size_t>{5, 1, 4, 0, 3, 2}, {0, 1, 2, 0, 3, 4, 5}}) {
+    for (const std::vector<std::size_t>& order : {std::vector<std::size_t>{5, 1, 4, 0, 3, 2}, {0, 1, 2, 0, 1, 2, 3, 4, 5}}) {
       Blocks model;
       auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = fsdp::each<Block>()});
       EXPECT_TRUE(fsdp::recorded_order(*model).forward.empty());
@@ -255,6 +255,10 @@ TEST(MemoryBudget, RefusesWhatCanNotBeRecomputed) {
     EXPECT_EQ(fails_with({.bytes = 1 << 30, .recomputable = {{"(root)", 1}}}, blocks),
               "memory_budget: recomputable names unit '(root)', which has units within it; name those");
     EXPECT_NE(fails_with({.bytes = 1 << 30, .recomputable = {{"b0", rank}}}, blocks).find("'b0' recomputable with 0"), std::string::npos);
+    EXPECT_EQ(fails_with({.bytes = 1 << 30, .recomputable = {{"b0", -1}}}, blocks),
+              "memory_budget: recomputable gives unit 'b0' -1 bytes; give 0 or more");
+    EXPECT_EQ(fails_with({.bytes = 1 << 30, .planned = {.activations = {{"b1", -5}}}}, blocks),
+              "memory_budget: activations gives unit 'b1' -5 bytes; give 0 or more");
     auto tight = budget_of(1);
     EXPECT_NE(fails_with(tight, blocks).find("even with prefetch_depth 0, all recomputed that may be and offload"), std::string::npos);
   });
@@ -286,9 +290,15 @@ TEST(MemoryBudget, IsAdjustedToMeasuredActivations) {
     more["b2"] += 40'000;
     fsdp::adjust_memory_budget(*model, more);
     EXPECT_EQ(std::ranges::count(recomputed(model), true), 1) << fsdp::explain(*model);
+    EXPECT_EQ(message_of([&] { fsdp::adjust_memory_budget(*model, 6000); }).substr(0, 40), "adjust_memory_budget(): units recompute,");
     const int forwards = model->blocks[2]->forwards;
     train(model, 1);
     EXPECT_EQ(model->blocks[2]->forwards, forwards + 2);
+    // What recomputes would free nothing of units that have no activations.
+    const auto most = bytes * 6 / 10;
+    fsdp::adjust_memory_budget(*model, {{"b1", most}, {"b3", most}});
+    EXPECT_EQ(recomputed(model), (std::vector<bool>{false, true, false, false, false, false})) << fsdp::explain(*model);
+    fsdp::adjust_memory_budget(*model, Bytes());
     // The sum is divided among the units below the root.
     fsdp::adjust_memory_budget(*model, 6 * 1000);
     const auto by_sum = fsdp::explain(*model);

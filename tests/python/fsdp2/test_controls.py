@@ -128,11 +128,19 @@ def control() -> None:
     assert all(torch.equal(ours, 10 * value) for ours, value in zip(found[:2], expected[:2], strict=True))
     assert all(map(torch.equal, found[2:], expected[2:]))
 
-    several: Any = nn.Sequential(nn.Linear(4, 6), ToDouble(), nn.Linear(6, 3).double())
+    several: Any = nn.Sequential(nn.Linear(4, 6), ToDouble(), nn.Linear(6, 3).double(), nn.Linear(3, 3).double())
+    fully_shard(several[3])
     fully_shard(several)
     several.set_all_reduce_hook(tenfold)
     with pytest.raises(libfsdp.Error, match=r"gradients of unit .* have several dtypes"):
         several(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in several.parameters())  # They are delivered nevertheless.
+    once = several[3].weight.grad.full_tensor()
+    several.set_all_reduce_hook(lambda _: None)
+    several[0].double()
+    several.zero_grad()
+    several(torch.ones(2, 4).double()).sum().backward()
+    assert torch.allclose(several[3].weight.grad.full_tensor(), once)
 
     custom, calls = model(), []
 

@@ -12,18 +12,31 @@ import torch
 import torch.distributed as dist
 from support.ranks import StartRanks
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
 
 
-def model(*, frozen: bool = False) -> Any:
+class Fails(torch.autograd.Function):
+    """Passes its input on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("told to fail")
+
+
+def model(*, frozen: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     sharded = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
     sharded[0].requires_grad_(not frozen)
-    fully_shard(sharded[0])
-    return fully_shard(sharded)
+    fully_shard(sharded[0], **options)
+    return fully_shard(sharded, **options)
 
 
 def batch(number: int) -> torch.Tensor:
@@ -67,6 +80,39 @@ def test_gradients_that_add_up_are_not_dropped(ranks: StartRanks) -> None:
     ranks(2).run(accumulate_and_convert)
 
 
+def convert_after_a_failure() -> None:
+    """What a backward that failed has left is nobody's."""
+    sharded = model()
+    for _ in range(2):
+        output = sharded(batch(0))
+        with pytest.raises(RuntimeError, match="told to"):
+            (output.sum() + Fails.apply(sharded[0](batch(0))).sum()).backward()
+        sharded.double().float()
+    sharded(batch(1)).sum().backward()
+    expected = model()
+    expected(batch(1)).sum().backward()
+    for found, value in zip(gradients(sharded), gradients(expected), strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_a_model_may_be_converted_after_a_backward_that_failed(ranks: StartRanks) -> None:
+    ranks(2).run(convert_after_a_failure)
+
+
+def accumulate_on_the_host() -> None:
+    sharded = model(placements="no_shard", offload_policy=CPUOffloadPolicy())
+    sharded.set_requires_gradient_sync(False)
+    sharded(batch(0)).sum().backward()
+    with pytest.raises(libfsdp.Error, match="FSDPSequential is converted, while backwards have left gradients"):
+        sharded.double()
+    sharded.zero_grad()
+    sharded.double()
+
+
+def test_gradients_that_add_up_on_the_host_are_not_dropped(ranks: StartRanks) -> None:
+    ranks(2).run(accumulate_on_the_host)
+
+
 def outlive(steps: int) -> None:
     sharded = model()
     for step in range(steps):
@@ -74,7 +120,7 @@ def outlive(steps: int) -> None:
         sharded.zero_grad()
     loss = sharded(batch(9)).sum()
     sharded.double()
-    with pytest.raises(libfsdp.Error, match=r"taken apart since.*run forward again before backward"):
+    with pytest.raises(libfsdp.Error, match=r"converted.*run forward again before backward"):
         loss.backward()
     sharded.float()
     sharded(batch(1)).sum().backward()
