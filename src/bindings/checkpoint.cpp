@@ -185,6 +185,8 @@ void bind_checkpoint(py::module_& module) {
   py::class_<CheckpointReading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
       .def(py::init<const std::string&>(), py::arg("path"), kWithoutGil)
       .def_property_readonly("names", [](CheckpointReading& reading) { return reading.source().names(); })
+      .def_property_readonly(
+          "saved", [](CheckpointReading& reading) { return reading.source().saved(); }, "Tells it from others that were saved, or is 0.")
       .def(
           "shape",
           [](CheckpointReading& reading, const std::string& name) -> std::optional<Sizes> {

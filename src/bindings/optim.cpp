@@ -165,9 +165,14 @@ ToPrepare step_adamw_8bit(const std::string& optimizer, const py::list& groups, 
     for (std::size_t i = 0; i < tensors.values.size(); ++i) {
       optim::count_step({&tensors.steps[i], 1});
       if (tensors.values[i].numel() == 0) continue;
-      optim::QuantizedPiece piece{tensors.values[i], tensors.gradients[i].contiguous(), {}};
-      for (const auto& kind : tensors.states) piece.state.push_back(kind[i]);
+      // The step goes through memory, in the order of elements.
+      optim::QuantizedPiece piece{tensors.values[i].contiguous(), tensors.gradients[i].contiguous(), {}};
+      for (const auto& kind : tensors.states) piece.state.push_back(kind[i].contiguous());
       optim::step_adamw_8bit(piece, steps[g], std::llround(tensors.steps[i].item<double>()));
+      if (!piece.value.is_same(tensors.values[i])) tensors.values[i].copy_(piece.value);
+      for (std::size_t kind = 0; kind < piece.state.size(); ++kind) {
+        if (!piece.state[kind].is_same(tensors.states[kind][i])) tensors.states[kind][i].copy_(piece.state[kind]);
+      }
     }
   }
   return to_prepare;

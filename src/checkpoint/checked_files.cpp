@@ -118,7 +118,9 @@ ReadAt CheckedFile::reader() {
 CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
     : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)) {
   if (!has_sidecar_) return;
-  for (SidecarEntry& listed : read_sidecar(folder_, files_).files) {
+  auto sidecar = read_sidecar(folder_, files_);
+  saved_ = sidecar.saved;
+  for (SidecarEntry& listed : sidecar.files) {
     const std::string name = listed.name;
     listed_.emplace(name, std::move(listed));
   }

@@ -92,6 +92,8 @@ class CheckedFiles {
 
   /// Returns the file of this name. Throws Error if it cannot be opened, or if there is a sidecar that does not list it.
   CheckedFile& operator[](const std::string& name);
+  /// Sidecar::saved; 0 if there is no sidecar.
+  std::int64_t saved() const { return saved_; }
   /// Reads and checks a whole file of at most `most` bytes.
   std::string read_whole(const std::string& name, std::int64_t most);
 
@@ -99,6 +101,7 @@ class CheckedFiles {
   std::filesystem::path folder_;
   FileSystem& files_;
   bool has_sidecar_;
+  std::int64_t saved_ = 0;
   std::map<std::string, SidecarEntry> listed_;
   std::map<std::string, ListedFile> sums_;  // the sidecar's entries of the files that were opened
   std::map<std::string, CheckedFile> open_;

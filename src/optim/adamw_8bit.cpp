@@ -18,7 +18,7 @@ using optim::require;
 constexpr std::int64_t kBlock = AdamW8bit::kBlock;
 
 bool is_quantized(const AdamW8bitOptions& options, const engine::Unit& unit, std::size_t parameter) {
-  const auto dtype = unit.parameters[parameter].dtype;
+  const auto dtype = unit.formats[unit.layout.positions()[parameter].sub_buffer].main;
   return unit.parameters[parameter].trainable && unit.layout.positions()[parameter].numel >= options.min_8bit_size &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
 }

@@ -13,6 +13,7 @@
 
 #include "base/parallel_for.h"
 #include "fsdp/adamw_8bit.h"
+#include "fsdp/error.h"
 #include "optim/block_adamw.h"
 #include "optim/device_adamw.h"
 #include "optim/dynamic_map.h"
@@ -110,8 +111,18 @@ DeviceFunctions<LaunchAdamW8bit>& device_adamw_8bit() {
 
 bool steps_adamw_8bit_on(c10::DeviceType type) { return type == c10::DeviceType::CPU || device_adamw_8bit().of(type) != nullptr; }
 
-void step_adamw_8bit(const QuantizedPiece& piece, const AdamStep& step, std::int64_t steps) {
+void step_adamw_8bit(const QuantizedPiece& given, const AdamStep& step, std::int64_t steps) {
   const auto coefficients = coefficients_of(step, steps);
+  const auto is_narrow = [](at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; };
+  auto piece = given;
+  if (!is_narrow(piece.value.scalar_type()))
+    throw Error(std::string("internal: 8-bit state of values of ") + c10::toString(piece.value.scalar_type()));
+  if (!is_narrow(piece.gradient.scalar_type())) piece.gradient = piece.gradient.to(at::kFloat);
+  for (const auto& state : piece.state) {
+    if (state.device() == piece.value.device()) continue;
+    throw Error("AdamW8bit: a parameter is on " + piece.value.device().str() + ", and its state on " + state.device().str() +
+                "; load the state again");
+  }
   if (!piece.value.is_cpu()) return step_on_device(piece, coefficients);
   const auto load_gradient = load_of(piece.gradient.scalar_type());
   const auto load_value = load_of(piece.value.scalar_type());

@@ -63,6 +63,8 @@ class Loading {
     }
     return name;
   }
+  /// Tells which checkpoint this is.
+  std::string identity() const { return std::to_string(source_->saved()); }
   bool is_ignored(const std::string& name) const { return options_.ignore && options_.ignore(name); }
   bool has(const std::string& key) const { return source_->has(stored_key(key)); }
 
@@ -371,10 +373,14 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
         if (ranks.index() == 0) counts = steps->read(*loading);
       }
     });
-    if (optimizer != nullptr) counts = ranks.broadcast(counts, "checkpoint: exchange of numbers of updates");
+    const auto told =
+        ranks.broadcast(loading->identity() + '\0' + counts, "checkpoint: which one it is, and exchange of numbers of updates");
     ranks.together("nothing was loaded:", [&] {
+      if (told.substr(0, told.find('\0')) != loading->identity()) {  // One may have found a newer one, or opened it after it was replaced.
+        throw Error(path + " is another checkpoint than rank 0 reads: give all ranks the same one, such as the path that rank 0 has found");
+      }
       if (optimizer != nullptr) {
-        loading->take_counts(counts);
+        loading->take_counts(told.substr(told.find('\0') + 1));
         steps->set(*loading);
         for (const auto& item : state::optimizer_items(*optimizer, state::kOptimizer)) loading->add(item);
         for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) loading->expect(key);

@@ -83,6 +83,7 @@ class Dcp final : public Source {
 
   Format format() const override { return Format::kDcp; }
   const std::string& path() const override { return path_; }
+  std::int64_t saved() const override { return files_.saved(); }
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return by_name_.contains(name); }
 
@@ -155,6 +156,7 @@ class Safetensors final : public Source {
 
   Format format() const override { return Format::kSafetensors; }
   const std::string& path() const override { return path_; }
+  std::int64_t saved() const override { return files_.saved(); }
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return by_name_.contains(name) || not_there_.contains(name); }
 

@@ -37,6 +37,8 @@ class Source {
   virtual ~Source() = default;
   virtual Format format() const = 0;
   virtual const std::string& path() const = 0;
+  /// Tells the checkpoint from others that were saved: Sidecar::saved; 0 if it is not known.
+  virtual std::int64_t saved() const = 0;
   /// The names of tensors and other values.
   virtual const std::vector<std::string>& names() const = 0;
   virtual bool has(const std::string& name) const = 0;

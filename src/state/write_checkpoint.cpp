@@ -93,18 +93,17 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;
   std::optional<ckpt::TemporaryStep> step;
-  ranks.together(what, [&] {
-    check_retention(options);
-    if (leads) step = ckpt::begin_step(target);
-  });
-  // A path has no zero byte.
-  const auto told = ranks.broadcast(step ? step->path().string() + '\0' + path : "", "checkpoint: exchange of its folder");
-  const fs::path folder = told.substr(0, told.find('\0'));
-  const auto of_rank0 = told.substr(told.find('\0') + 1);
-
   std::string part;
   fs::path replaced;
   try {
+    ranks.together(what, [&] {
+      check_retention(options);
+      if (leads) step = ckpt::begin_step(target);
+    });
+    // A path has no zero byte.
+    const auto told = ranks.broadcast(step ? step->path().string() + '\0' + path : "", "checkpoint: exchange of its folder");
+    const fs::path folder = told.substr(0, told.find('\0'));
+    const auto of_rank0 = told.substr(told.find('\0') + 1);
     ranks.together(what, [&] {
       if (path != of_rank0) {
         throw Error("was told to write " + ckpt::printable(path) + ", and rank 0 " + ckpt::printable(of_rank0) +

@@ -227,6 +227,8 @@ class _Load:
             failed.allow()  # its state must be readable here
         try:
             loading = self._together.run(_NOTHING_LOADED, self._open)
+            # Where it has to be made, state may ask other ranks.
+            self._together.run(_NOTHING_LOADED, lambda: self._take_state(loading))
             loaded, finish = self._agree(loading)
         except BaseException:
             self._forget_made()
@@ -248,18 +250,20 @@ class _Load:
         return loaded
 
     def _open(self) -> Loading:
-        """Compares names and shapes. It changes nothing, except that the optimizer gets state if it had none."""
+        """Compares names and shapes of the model. It changes nothing."""
         wait_for_readers(state for _, state, _ in states_in(self._model))
         loading = Loading(self._path, self._options)
-        of_model = model_state(self._model)
-        loading.add_model(of_model)
+        loading.add_model(model_state(self._model))
         self._scaler = loading.grad_scaler()
-        if not self._optimizers:
-            return loading
-        if not loading.has_optimizer():
-            if self._options.strict:
-                raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
-            return loading
+        if self._optimizers and not loading.has_optimizer() and self._options.strict:
+            raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
+        return loading
+
+    def _take_state(self, loading: Loading) -> None:
+        """Compares the optimizers' state, which they get if they have none. Collective."""
+        if not self._optimizers or not loading.has_optimizer():
+            return
+        of_model = model_state(self._model)
         names = optimizer_state(self._optimizers, of_model.names).names
         for optimizer in self._optimizers:
             missing = [
@@ -273,7 +277,6 @@ class _Load:
             if any(missing):
                 self._made += [(optimizer, p) for p in make_state(optimizer, missing)]
         self._add_optimizers(loading, optimizer_state(self._optimizers, of_model.names))
-        return loading
 
     def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         return [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -303,11 +306,17 @@ class _Load:
         """The ranks join their results, and check the data that they will read."""
         own = loading.names
         every = self._together.exchange(
-            [sorted(own.used), sorted(own.replaced), sorted(own.missing)], "checkpoint: names"
+            [sorted(own.used), sorted(own.replaced), sorted(own.missing), loading.reading.saved], "checkpoint: names"
         )
+        saved = [one[3] for one in every]
         names = Names(*({name for one in every for name in one[i]} for i in range(3)))
 
         def check() -> tuple[Loaded, Callable[[], None]]:
+            if saved[self._together.index] != saved[0]:  # One may have found a newer one, or opened it after it was replaced.
+                raise _C.Error(
+                    f"{self._path} is another checkpoint than rank 0 reads: give all ranks the same one, such as the path that rank 0 "
+                    "has found"
+                )
             with_optimizer = bool(self._optimizers)
             missing = sorted(names.missing)
             unexpected = loading.unexpected(names.used, with_optimizer=with_optimizer)

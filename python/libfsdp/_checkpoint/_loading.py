@@ -23,6 +23,8 @@ _OPTIMIZER = "optim."
 _EXTRA = "extra."
 _RANK_EXTRA = "rank_extra."
 _OWN = "fsdp."
+# Settings of an optimizer that say how it computes, and not what: they stay as the program has them, for which state was made.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ class Loading:
         for saved in self._saved_groups():
             if not wanted.intersection(map(str, saved["params"])):
                 continue
-            for setting in group.keys() & saved.keys() - {"params"}:
+            for setting in group.keys() & saved.keys() - {"params", *_HOW}:
                 value = self.value(saved[setting])
                 if isinstance(value, torch.Tensor):
                     value = value.item()

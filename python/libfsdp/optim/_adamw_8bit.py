@@ -131,8 +131,9 @@ class AdamW8bit(BeginsAnew):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             of_it = loaded["state"].get(number, {})
-            # torch has given all state the parameter's dtype.
-            self.state[parameter].update({name: of_it[name].clone() for name in _QUANTIZED if name in of_it})
+            # torch has given all state the parameter's dtype, and moved it to where the parameter is.
+            state = self.state[parameter]
+            state.update({name: of_it[name].to(state[name].device, copy=True) for name in _QUANTIZED if name in of_it})
 
 
 def _zeros_per_block(parameter: Tensor, name: str) -> Tensor:

@@ -12,6 +12,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -238,6 +239,32 @@ TEST(AdamW8bit, ParametersOfEveryDtype) {
       EXPECT_GT(moved.abs().median().item<double>(), 0.02) << dtype;
       EXPECT_LT(moved.abs().max().item<double>(), 0.08) << dtype;
     }
+  });
+}
+
+// The dtypes that count are those of the main parameters and gradients, and not the one that a parameter had before.
+TEST(AdamW8bit, TakesMainDtypesOfAPolicy) {
+  over_ranks([] {
+    using fsdp::MixedPrecisionPolicy;
+    const auto moved_by = [](const std::optional<MixedPrecisionPolicy>& policy) {
+      torch::nn::Module model;
+      const auto value = normal({3, 512}, 1);
+      const auto weight = model.register_parameter("weight", value.clone());
+      auto sharded = fully_shard(model, {.mesh = line(), .granularity = in_blocks, .mixed_precision = policy});
+      AdamW8bit optimizer(model, {.lr = 0.01, .min_8bit_size = 0});
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        weight.square().sum().backward();
+        optimizer.step();
+      }
+      return (sharded.full_parameters()[0].second - value).to(at::kDouble);
+    };
+    const auto expected = moved_by(std::nullopt);
+    EXPECT_TRUE(at::equal(moved_by(MixedPrecisionPolicy{.main_grads_dtype = at::kDouble}), expected));
+    // In fp64, it keeps full state.
+    const auto in_full = moved_by(MixedPrecisionPolicy{.main_params_dtype = at::kDouble});
+    EXPECT_TRUE(at::allclose(in_full, expected, 0, 0.01));
+    EXPECT_GT(in_full.abs().median().item<double>(), 0.02);
   });
 }
 

@@ -62,6 +62,33 @@ std::int64_t messages_of(const fsdp::DeviceMesh& mesh, const Work& work) {
   return messages;
 }
 
+TEST_F(CheckpointRanks, LoadOneCheckpointAndNoMixtureOfTwo) {
+  run_ranks(2, [&](int rank) {
+    Training run({.mesh = line()});
+    for (const std::string step : {"step-1", "step-2"}) {
+      run.train(0, 1);
+      fsdp::save(path(step), *run.model, *run.optimizer);
+    }
+    const auto before = run.handle->full_parameters();
+    const auto message = message_of([&] { fsdp::load(path("step-" + std::to_string(1 + rank)), *run.model, *run.optimizer); });
+    EXPECT_TRUE(has(message, "rank 1: ")) << message;
+    EXPECT_TRUE(has(message, "step-2 is another checkpoint than rank 0 reads")) << message;
+    const auto after = run.handle->full_parameters();
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(after[i].second, before[i].second));
+  });
+}
+
+TEST_F(CheckpointRanks, LeaveNothingBehindASaveThatOneRankRefuses) {
+  run_ranks(2, [&](int rank) {
+    Training run({.mesh = line()});
+    run.train(0, 1);
+    const auto message = message_of([&] { fsdp::save(path("step-1"), *run.model, {}, {.keep_last = rank == 1 ? -1 : 0}); });
+    EXPECT_TRUE(has(message, "keep_last is -1")) << message;
+    run.mesh.barrier();
+    EXPECT_TRUE(fs::is_empty(folder.path()));
+  });
+}
+
 // Agreeing takes one message a round, a text of the first rank two, what each rank tells the first one a round of lengths and one message.
 TEST_F(CheckpointRanks, SendMessagesByTheLogarithmOfTheirNumber) {
   for (const int ranks : {2, 3, 4}) {
@@ -82,7 +109,7 @@ TEST_F(CheckpointRanks, SendMessagesByTheLogarithmOfTheirNumber) {
         };
         expect_messages(5 + 2 + 1, [&] { fsdp::save(path(name), *run.model, *run.optimizer); });
         expect_messages(4 + 2, [&] { fsdp::load(path(name), *run.model, *run.optimizer); });
-        expect_messages(4, [&] { fsdp::load(path(name), *run.model); });
+        expect_messages(4 + 2, [&] { fsdp::load(path(name), *run.model); });
       });
     }
   }

@@ -212,6 +212,7 @@ class LongColumns final : public fsdp::state::Source {
 
   Format format() const override { return Format::kDcp; }
   const std::string& path() const override { return text_; }
+  std::int64_t saved() const override { return 0; }
   const std::vector<std::string>& names() const override { return names_; }
   bool has(const std::string& name) const override { return name == text_; }
   std::optional<Tensor> find(const std::string&) const override { return Tensor{ckpt::Dtype::float32, {kRows, 4}}; }

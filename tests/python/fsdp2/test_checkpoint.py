@@ -298,6 +298,50 @@ def test_refusals(ranks: StartRanks, tmp_path: Path) -> None:
     ranks(2).run(refusals, str(tmp_path))
 
 
+def on_one_rank_alone(folder: str) -> None:
+    """What one rank finds, or can't open, is everybody's error, and changes nothing."""
+    rank = dist.get_rank()
+    model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    libfsdp.fully_shard(model)
+    muon = libfsdp.optim.Muon(model.parameters(), lr=0.1)
+    for number in (1, 2):
+        model(torch.ones(2, 16)).sum().backward()
+        muon.step()
+        muon.zero_grad()
+        libfsdp.save(f"{folder}/step-{number}", model, muon)
+    before = [full(p) for p in model.parameters()]
+    with pytest.raises(libfsdp.Error, match=r"rank 1: .*step-2 is another checkpoint than rank 0 reads"):
+        libfsdp.load(f"{folder}/step-{1 + rank}", model)
+    fresh_muon = libfsdp.optim.Muon(model.parameters(), lr=0.1)
+    with pytest.raises(libfsdp.Error, match=r"nothing was loaded:\n  rank 1: "):
+        libfsdp.load(f"{folder}/step-{1 + 6 * rank}", model, fresh_muon)
+    assert not fresh_muon.state
+    assert all(map(torch.equal, map(full, model.parameters()), before))
+    libfsdp.load(f"{folder}/step-2", model, fresh_muon)
+    assert fresh_muon.state
+
+
+def test_what_one_rank_finds_is_everybodys_error(ranks: StartRanks, tmp_path: Path) -> None:
+    ranks(2).run(on_one_rank_alone, str(tmp_path))
+
+
+def test_how_an_optimizer_computes_is_the_programs(ranks: StartRanks, tmp_path: Path) -> None:
+    ranks(2).run(how_it_computes, str(tmp_path))
+
+
+def how_it_computes(folder: str) -> None:
+    model, _ = trained("mlp", "libfsdp", steps=0)
+    saved = torch.optim.AdamW(model.parameters(), lr=0.25, fused=True)
+    train_more(model, saved, "mlp", range(1))
+    for group in saved.param_groups:
+        group["capturable"] = True
+    libfsdp.save(f"{folder}/step-1", model, saved)
+    given = libfsdp.optim.AdamW(model.parameters(), lr=0.5)
+    libfsdp.load(f"{folder}/step-1", model, given)
+    assert (given.param_groups[0]["lr"], given.param_groups[0]["capturable"]) == (0.25, False)
+    train_more(model, given, "mlp", range(1))
+
+
 def damage(file: Path) -> None:
     """A bit of a tensor's values."""
     data = bytearray(file.read_bytes())

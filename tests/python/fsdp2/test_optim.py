@@ -310,6 +310,24 @@ def test_plain_tensors_are_stepped_in_their_order_of_elements() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_plain_tensors_keep_8_bits_in_their_order_of_elements() -> None:
+    base = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    results = []
+    for is_dense in (True, False):
+        bases = [base.clone(), base.clone()]
+        values = [bases[0][:, ::2], bases[1].t()]
+        parameters = [nn.Parameter(value.contiguous() if is_dense else value) for value in values]
+        optimizer = libfsdp.optim.AdamW8bit(parameters, lr=0.1, min_8bit_size=0)
+        for step in range(3):
+            for number, p in enumerate(parameters):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            optimizer.step()
+        assert torch.equal(bases[0][:, 1::2], base[:, 1::2])  # which are no parameter's
+        state = [value.contiguous() for p in parameters for value in optimizer.state[p].values()]
+        results.append([*(p.detach().contiguous() for p in parameters), *state])
+    assert all(map(torch.equal, *results))
+
+
 class Wrapped(torch.Tensor):
     """A tensor that computes otherwise than its class says."""
 
