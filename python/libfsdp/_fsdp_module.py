@@ -294,6 +294,7 @@ class FSDPModule:
 
         Raises:
             ValueError: if a stream is given on a mesh of two dimensions, whose replicas the engine reduces itself.
+            Error: at the end of a backward, for a unit whose gradients have several dtypes.
         """
         state = self._get_fsdp_state()
         if stream is not None and state.mesh.replicates:

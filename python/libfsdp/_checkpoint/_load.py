@@ -101,8 +101,9 @@ def load(
         check_first: check all data before any are assigned, so that a damaged checkpoint changes nothing. With False (on all ranks, and
             with ``strict``), data are checked while they are assigned, in half of the time. Where that fails, model and optimizer are
             partly loaded, and refuse to be used until another load succeeds.
-        optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), as
-            ``load_state_dict`` gives them: schedulers of torch count on that. With False they keep their own, as in C++.
+        optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), but
+            not how they compute (``foreach``, ``fused``, ``capturable``, ``differentiable``), as ``load_state_dict`` gives
+            them: schedulers of torch count on that. With False they keep their own, as in C++.
         rng: restore each rank's random generators, if as many ranks saved theirs.
         grad_scaler: a scaler that gets the saved state.
         on_phase: called on every rank at the end of each phase, with a report.
