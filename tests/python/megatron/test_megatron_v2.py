@@ -279,7 +279,7 @@ def sharded_again() -> None:
     inner.reshard()
     inner.set_requires_gradient_sync(False)
     inner(batch(0, 0)).sum().backward()
-    with pytest.raises(RuntimeError, match="gradients unreduced"):
+    with pytest.raises(RuntimeError, match="left gradients that are not reduced"):
         fully_shard(model, mp_policy=AS_IS)
     inner.set_requires_gradient_sync(True)
     inner(batch(0, 0)).sum().backward()
