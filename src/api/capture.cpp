@@ -65,10 +65,10 @@ CapturedStep capture(torch::nn::Module& module, std::function<void()> step, Capt
     throw Error("capture: this build knows no graphs of '" + c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
                 "' devices; train without capture, or for CUDA build with FSDP_CUDA=ON");
   }
-  check(engine, options);
   state->step = std::move(step);
   const comm::Ranks ranks(engine.options().mesh);
   ranks.compare("warm_up " + std::to_string(options.warm_up), {.operation = "capture", .unit = "(all)"});
+  check(engine, options);
   const c10::impl::VirtualGuardImpl implementation(device.type());
   const c10::DeviceGuard on_device(device);
   const c10::Stream before = implementation.getStream(device);

@@ -66,6 +66,31 @@ class Steps {
   std::string text_;
 };
 
+/// Compares a text over the mesh, and another over the ranks that hold other pieces, if there are any. If either differs, throws Error on
+/// all ranks of both: those whose own row has agreed would wait for the others.
+void compare_everywhere(const DeviceMesh& mesh, const DeviceMesh& tensor_parallel, const std::string& of_mesh,
+                        const std::string& of_pieces) {
+  const comm::Label label{.operation = "fully_shard", .unit = "(model)"};
+  if (!tensor_parallel.defined()) return comm::Ranks(mesh).compare(of_mesh, label);
+  std::exception_ptr first;
+  std::string differs;
+  const auto compare = [&](const DeviceMesh& ranks, const std::string& text) {
+    try {
+      comm::Ranks(ranks).compare(first ? differs : text, label);
+    } catch (const CommError&) {
+      throw;
+    } catch (const Error& error) {
+      if (first) return;
+      first = std::current_exception();
+      differs = std::string("refused: ") + error.what();
+    }
+  };
+  compare(mesh, of_mesh);
+  compare(tensor_parallel, of_pieces);
+  compare(mesh, "the pieces are alike");
+  if (first) std::rethrow_exception(first);
+}
+
 /// The numbers of the model, one for each set of ranks of its units.
 class ModelNumbers {
  public:
@@ -97,9 +122,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     refusal = std::current_exception();
     draft.description = std::string("refused: ") + error.what();
   }
-  const comm::Label label{.operation = "fully_shard", .unit = "(model)"};
-  comm::Ranks(options.mesh).compare(draft.description, label);
-  if (draft.tensor_parallel.defined()) comm::Ranks(draft.tensor_parallel).compare(refusal ? draft.description : draft.pieces, label);
+  compare_everywhere(options.mesh, draft.tensor_parallel, draft.description, refusal ? draft.description : draft.pieces);
   if (refusal) std::rethrow_exception(refusal);
   if (draft.tensor_parallel.defined()) shard::place_pieces(draft, options);
   if (!draft.warning.empty() && options.mesh.rank() == 0) TORCH_WARN("fsdp: ", draft.warning, ".");
@@ -140,7 +163,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   }
   if (budgeted) budgeted->apply_to(*engine);
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
-  comm::Ranks(options.mesh).compare(filling.text(), label);
+  compare_everywhere(options.mesh, draft.tensor_parallel, filling.text(), filling.text());
   filling.rethrow();
   model->validate = api::check_of_registrations(module);
   return FSDPModule(engine, 0);

@@ -90,7 +90,7 @@ void fill_from_first_rank(Unit& unit, std::span<const at::Tensor> parameters) {
     held.values.resize(parameters.size());
     try {
       deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
-        held.values[i] = value.reshape({-1}).to(unit.whole.buffer.storage.device()).contiguous();
+        held.values[i] = row_major(value.to(unit.whole.buffer.storage.device())).view({-1});
       });
     } catch (...) {
       // The other ranks wait for this one, so it takes part nevertheless.
@@ -129,8 +129,7 @@ std::vector<std::vector<at::Tensor>> buffers_by_unit(const std::vector<UnitPlan>
     for (const auto* module : plans[k].modules) {
       for (const auto& buffer : module->buffers()) add(buffer);
       for (const auto& parameter : module->parameters()) {
-        const bool sharded = parameter.defined() && paging::PagedStorage::from(parameter.storage().unsafeGetStorageImpl()) != nullptr;
-        if (!sharded) add(parameter);
+        if (!parameter.defined() || paging::PagedStorage::of(parameter) == nullptr) add(parameter);
       }
     }
   }
@@ -204,13 +203,21 @@ void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::uni
   if (failure) std::rethrow_exception(failure);
 }
 
-std::string describe(const torch::nn::Module& root, InitialValues from) {
+std::string describe(const torch::nn::Module& root, const FullyShardOptions& options) {
   std::ostringstream text;
-  text << "initial_values " << static_cast<int>(from) << "\n";
-  if (from != InitialValues::kFromRank0) return text.str();
+  text << "initial_values " << static_cast<int>(options.initial_values) << "\n";
+  if (options.initial_values != InitialValues::kFromRank0) return text.str();
+  const auto add = [&](const std::string& what, const at::Tensor& tensor) {
+    if (tensor.layout() != at::kStrided) throw Error(what + " is not dense, and can't be sent by InitialValues::kFromRank0; use kOwn");
+    text << what << " " << tensor.sizes() << " " << c10::toString(tensor.scalar_type()) << "\n";
+  };
   for (const auto& item : root.named_buffers()) {
-    if (!item.value().defined()) continue;
-    text << "buffer '" << item.key() << "' " << item.value().sizes() << " " << c10::toString(item.value().scalar_type()) << "\n";
+    if (item.value().defined()) add("buffer '" + item.key() + "'", item.value());
+  }
+  for (const auto& item : root.named_parameters()) {
+    if (item.value().defined() && options.ignore && options.ignore(item.key(), item.value())) {
+      add("ignored parameter '" + item.key() + "'", item.value());
+    }
   }
   return text.str();
 }

@@ -28,7 +28,8 @@ void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& c
 /// too. `units` are those of `plans`. It is collective and throws in the same way as fill_main().
 void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::unique_ptr<engine::Unit>>& units, InitialValues from);
 
-/// Returns a text that ranks compare: where the values come from, and the names, shapes and dtypes of the buffers if they are sent.
-std::string describe(const torch::nn::Module& root, InitialValues from);
+/// Returns a text that ranks compare: where the values come from, and if they are sent, the names, shapes and dtypes of buffers and ignored
+/// parameters. Throws Error if one of these is not dense.
+std::string describe(const torch::nn::Module& root, const FullyShardOptions& options);
 
 }  // namespace fsdp::shard

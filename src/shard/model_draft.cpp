@@ -424,7 +424,7 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
   std::unordered_map<std::string, std::size_t> positions;
   for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
   for (const auto& plan : draft.plans) draft.units.push_back(draft_unit(plan, options, positions));
-  draft.description = describe(draft.plans, options) + describe(module, options.initial_values);
+  draft.description = describe(draft.plans, options) + describe(module, options);
   if (draft.tensor_parallel.defined()) draft.pieces = describe_pieces(draft.plans, options);
 }
 

@@ -234,7 +234,7 @@ class Workshop:
         if program == PYTEST:
             # The package there has links to the tree's modules.
             environment["PYTHONPATH"] = f"{self.build_dir / 'python'}:{self.build_dir / 'tests' / 'device'}"
-            if pattern.startswith("test_simulated_"):
+            if pattern.startswith(("test_simulated_", "test_captured_")):
                 environment["FSDP_TEST_DEVICE"] = "sim"
             file, mark, name = pattern.partition("::")
             (path,) = (self.tree / "tests" / "python").glob(f"*/{file}")

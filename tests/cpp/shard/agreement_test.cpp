@@ -171,6 +171,18 @@ TEST(Agreement, OnTensorParallelPieces) {
     differ(pieces("second.weight", other_piece ? 1 : 0), {"parameter 'second.weight' [cut, 10]", "parameter 'second.weight' [10, cut]"});
     differ(pieces(other_piece ? "none" : "second.weight", 0),
            {"parameter 'second.weight' [cut, 10]", "parameter 'second.weight' [10, 10]"});
+    // What one rank alone refuses, all four hear of.
+    const auto model = make_net();
+    const auto refuses = [&](bool wrong) {
+      FullyShardOptions options{.mesh = grid["dp"], .units = each_linear()};
+      options.tensor_parallel = pieces("second.weight", 0);
+      options.unit_settings = [wrong](const std::string&, const torch::nn::Module&) {
+        return UnitSettings{.gradient_divide_factor = wrong ? -1.0 : 0.0};
+      };
+      return message_of([&] { fully_shard(*model, options); });
+    };
+    EXPECT_TRUE(has(refuses(rank == 3), "gradient_divide_factor -1"));
+    EXPECT_EQ(refuses(false), "no error");
   });
 }
 

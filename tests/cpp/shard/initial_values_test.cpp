@@ -105,6 +105,50 @@ TEST(InitialValues, BuffersThatDifferAreAnError) {
   });
 }
 
+TEST(InitialValues, IgnoredParametersThatDifferAreAnError) {
+  run_ranks(2, [](int rank) {
+    torch::nn::Linear model(3, 3);
+    model->register_parameter("adapter", at::zeros({2 + rank}));
+    const auto ignored = [](const std::string& name, const at::Tensor&) { return name == "adapter"; };
+    const auto message =
+        message_of([&] { fully_shard(*model, {.mesh = line(), .ignore = ignored, .initial_values = InitialValues::kFromRank0}); });
+    EXPECT_TRUE(has(message, "ignored parameter 'adapter' [2]") && has(message, "ignored parameter 'adapter' [3]")) << message;
+    fully_shard(*model, {.mesh = line(), .ignore = ignored});  // Its own values may have any shape.
+  });
+}
+
+TEST(InitialValues, OfIgnoredSparseParametersAreTheirOwn) {
+  run_ranks(2, [](int) {
+    torch::nn::Linear model(3, 3);
+    const auto sparse = at::eye(4).to_sparse();
+    model->register_parameter("sparse", sparse.clone(), /*requires_grad=*/false);
+    const auto ignored = [](const std::string& name, const at::Tensor&) { return name == "sparse"; };
+    const auto message =
+        message_of([&] { fully_shard(*model, {.mesh = line(), .ignore = ignored, .initial_values = InitialValues::kFromRank0}); });
+    EXPECT_TRUE(has(message, "ignored parameter 'sparse' is not dense")) << message;
+    fully_shard(*model, {.mesh = line(), .ignore = ignored});
+    EXPECT_TRUE(at::equal(model->named_parameters()["sparse"].to_dense(), at::eye(4)));
+    model->forward(at::ones({2, 3})).sum().backward();
+  });
+}
+
+TEST(InitialValues, FromRank0AreConjugatedAndNegated) {
+  run_ranks(2, [](int rank) {
+    torch::manual_seed(rank);
+    torch::nn::Module model;
+    const auto values = torch::randn({6}, at::kComplexFloat);
+    model.register_parameter("conjugated", values.conj(), /*requires_grad=*/false);
+    model.register_parameter("negated", at::imag(values.clone().conj()), /*requires_grad=*/false);
+    ASSERT_TRUE(model.parameters()[0].is_conj() && model.parameters()[1].is_neg());
+    torch::manual_seed(0);
+    const auto of_rank0 = torch::randn({6}, at::kComplexFloat);
+    auto sharded = fully_shard(model, {.mesh = line(), .initial_values = InitialValues::kFromRank0});
+    const auto found = sharded.full_parameters();
+    EXPECT_TRUE(at::equal(found[0].second, of_rank0.conj().resolve_conj()));
+    EXPECT_TRUE(at::equal(found[1].second, -at::imag(of_rank0)));
+  });
+}
+
 // What rank 0 of each unit's mesh has, wherever the unit's main parameters are and whatever it is gathered in.
 TEST(InitialValues, FromRank0InEverySharding) {
   over_ranks([](int rank) {

@@ -259,7 +259,7 @@ class Regions(nn.Module):
     def __init__(self, in_region: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(6))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24)) for _ in range(6))
         self.in_region = in_region
 
     def _run(self, first: int, x: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def repeat_regions(in_region: int) -> tuple[list[int], int, list[torch.Tensor]]:
     libfsdp.fully_shard(model)
     lives: list[int] = []
     for block in model.blocks:
-        block.register_full_backward_hook(
+        block[0].register_full_backward_hook(
             lambda *_: lives.append(libfsdp.memory_stats(model)["unreduced_gradients.live"])
         )
     reductions, before = [], 0
