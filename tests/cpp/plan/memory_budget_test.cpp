@@ -299,6 +299,17 @@ TEST(MemoryBudget, IsAdjustedToMeasuredActivations) {
     fsdp::adjust_memory_budget(*model, {{"b1", most}, {"b3", most}});
     EXPECT_EQ(recomputed(model), (std::vector<bool>{false, true, false, false, false, false})) << fsdp::explain(*model);
     fsdp::adjust_memory_budget(*model, Bytes());
+    // The largest activations that fit leave no room for a gather that is ahead.
+    auto largest = bytes;
+    while (message_of([&] { fsdp::adjust_memory_budget(*model, {{"b2", largest}}); }) != "no error") largest -= 256;
+    EXPECT_NE(fsdp::explain(*model).find("prefetch_depth: 0, because"), std::string::npos) << fsdp::explain(*model);
+    train(model, kSteps);
+    auto choice = recomputing(0, /*prefetch_depth=*/0);
+    choice.kept = kept();
+    EXPECT_EQ(sharded.memory_stats().gathered_parameters.peak, plans.observe(choice).plan.memory.gathered_parameters.peak);
+    choice.prefetch_depth = 1;
+    EXPECT_LT(sharded.memory_stats().gathered_parameters.peak, plans.observe(choice).plan.memory.gathered_parameters.peak);
+    fsdp::adjust_memory_budget(*model, Bytes());
     // The sum is divided among the units below the root.
     fsdp::adjust_memory_budget(*model, 6 * 1000);
     const auto by_sum = fsdp::explain(*model);
