@@ -136,12 +136,12 @@ TEST(InitialValues, FromRank0AreConjugatedAndNegated) {
   run_ranks(2, [](int rank) {
     torch::manual_seed(rank);
     torch::nn::Module model;
-    const auto values = torch::randn({6}, at::kComplexFloat);
+    const auto values = torch::randn({64}, at::kComplexFloat);
     model.register_parameter("conjugated", values.conj(), /*requires_grad=*/false);
     model.register_parameter("negated", at::imag(values.clone().conj()), /*requires_grad=*/false);
     ASSERT_TRUE(model.parameters()[0].is_conj() && model.parameters()[1].is_neg());
     torch::manual_seed(0);
-    const auto of_rank0 = torch::randn({6}, at::kComplexFloat);
+    const auto of_rank0 = torch::randn({64}, at::kComplexFloat);
     auto sharded = fully_shard(model, {.mesh = line(), .initial_values = InitialValues::kFromRank0});
     const auto found = sharded.full_parameters();
     EXPECT_TRUE(at::equal(found[0].second, of_rank0.conj().resolve_conj()));
