@@ -68,13 +68,13 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int
 
 def _by_unit(names: list[str], activations: Mapping[str, int] | int, *, recompute: bool) -> dict[str, int]:
     """Returns the bytes of each unit."""
-    if isinstance(activations, int) and recompute:
-        raise ValueError(
-            "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by the "
-            "names of units"
-        )
     if isinstance(activations, int):
         check_bytes("activations", activations)
+        if recompute:
+            raise ValueError(
+                "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by "
+                "the names of units"
+            )
         below = [name for name in names if name != "(root)"] or names
         share, rest = divmod(activations, len(below))
         return {name: share + (k < rest) for k, name in enumerate(below)}

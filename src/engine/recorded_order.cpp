@@ -1,6 +1,5 @@
 #include "engine/recorded_order.h"
 
-#include <iterator>
 #include <mutex>
 
 namespace fsdp::engine {

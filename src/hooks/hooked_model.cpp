@@ -78,8 +78,10 @@ void HookedModel::begin_forward() {
   // What a graph writes when it is replayed has no sign.
   const bool captures = is_capturing_on(engine_->options().device());
   captured_ = captured_ || captures;
-  for (const auto& unit : engine_->units()) {
-    if (captures && unit->whole.use == engine::UseState::kPinned) engine_->reshard(*unit);  // The graph has to gather it.
+  if (captures) {
+    for (const auto& unit : engine_->units()) {
+      if (unit->whole.use == engine::UseState::kPinned) engine_->reshard(*unit);  // The graph has to gather it.
+    }
   }
   const auto updates = updates_of_optimizers.load();
   const bool updated = std::exchange(updates_, updates) != updates;

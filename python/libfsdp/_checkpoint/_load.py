@@ -101,9 +101,9 @@ def load(
         check_first: check all data before any are assigned, so that a damaged checkpoint changes nothing. With False (on all ranks, and
             with ``strict``), data are checked while they are assigned, in half of the time. Where that fails, model and optimizer are
             partly loaded, and refuse to be used until another load succeeds.
-        optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), but
-            not how they compute (``foreach``, ``fused``, ``capturable``, ``differentiable``), as ``load_state_dict`` gives
-            them: schedulers of torch count on that. With False they keep their own, as in C++.
+        optimizer_settings: the groups of the optimizer get the saved settings of their parameters (learning rates, betas), as
+            ``load_state_dict`` gives them: schedulers of torch count on that. What says how they compute (``foreach``,
+            ``fused``, ``capturable``, ``differentiable``) stays the program's. With False all stay, as in C++.
         rng: restore each rank's random generators, if as many ranks saved theirs.
         grad_scaler: a scaler that gets the saved state.
         on_phase: called on every rank at the end of each phase, with a report.
@@ -213,6 +213,7 @@ class _Load:
         self._together = together
         self._phases = phases
         self._at_once = options.strict and not options.check_first
+        self._names: dict[int, str] = {}  # of parameters, by id
         self._made: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         self._failed_before = [
             failed for thing in (model, *optimizers) if (failed := failed_load_of(thing)) is not None
@@ -254,7 +255,9 @@ class _Load:
         """Compares names and shapes of the model. It changes nothing."""
         wait_for_readers(state for _, state, _ in states_in(self._model))
         loading = Loading(self._path, self._options)
-        loading.add_model(model_state(self._model))
+        of_model = model_state(self._model)
+        loading.add_model(of_model)
+        self._names = of_model.names
         self._scaler = loading.grad_scaler()
         if self._optimizers and not loading.has_optimizer() and self._options.strict:
             raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
@@ -264,8 +267,7 @@ class _Load:
         """Compares the optimizers' state, which they get if they have none. Collective."""
         if not self._optimizers or not loading.has_optimizer():
             return
-        of_model = model_state(self._model)
-        names = optimizer_state(self._optimizers, of_model.names).names
+        names = optimizer_state(self._optimizers, self._names).names
         for optimizer in self._optimizers:
             missing = [
                 [
@@ -277,7 +279,7 @@ class _Load:
             ]
             if any(missing):
                 self._made += [(optimizer, p) for p in make_state(optimizer, missing)]
-        self._add_optimizers(loading, optimizer_state(self._optimizers, of_model.names))
+        self._add_optimizers(loading, optimizer_state(self._optimizers, self._names))
 
     def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         return [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]

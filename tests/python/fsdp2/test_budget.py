@@ -327,6 +327,11 @@ def recomputing() -> None:
     model = layers(MemoryBudget(least, activations=KEPT, recomputable=INPUTS))
     train_layers(model, 1)
     assert sum("forward" in vars(module) for module in model.modules()) == 4
+    with pytest.raises(ValueError, match="units recompute, so that a sum does not tell"):
+        libfsdp.adjust_memory_budget(model, 1 << 10)
+    model.double().float()  # Another engine takes the units.
+    train_layers(model, 1)
+    assert sum("forward" in vars(module) for module in model.modules()) == 4
     libfsdp.adjust_memory_budget(model, INPUTS)
     assert not any("forward" in vars(module) for module in model.modules())
     train_layers(model, 1)
@@ -344,6 +349,9 @@ def not_recomputable() -> None:
     libfsdp.fully_shard(model, memory_budget=MemoryBudget(1 << 20, recomputable={"0": 8}))
     with pytest.raises(ValueError, match="recomputable names '0', which has units within it"):
         model(torch.ones(2, 4))
+    assert "call fully_shard on the part of it" in message_of_forward(
+        "transformer", memory_budget=MemoryBudget(1 << 30, recomputable={"(root)": 1})
+    )
     text = message_of_forward("transformer", memory_budget=MemoryBudget(1 << 30, recomputable={"x": 1}))
     assert "recomputable names ['x'], which are no units" in text
 
