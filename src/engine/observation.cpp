@@ -10,6 +10,7 @@ Observation::Observation(Engine& engine, StepObserver& observer, ObservationOf o
   const auto lock = engine_.lock_for_use();
   const at::NoGradGuard no_grad;
   engine_.guarded([&] { engine_.reducer_.drain(); });
+  if (of_ == ObservationOf::kTraining) engine_.reducer_.begin_observation();
   if (of_ == ObservationOf::kRehearsal) begin_rehearsal();
   set_observer(&observer);
 }

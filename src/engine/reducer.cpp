@@ -265,12 +265,20 @@ void Reducer::drain() {
 
 // Rehearsals.
 
+void Reducer::begin_observation() {
+  predicted_.clear();
+  for (const auto& gradients : gradients_) {
+    predicted_.push_back({.reduced_at = gradients->departures.reduced_at, .left_to_end = gradients->left_to_end});
+  }
+}
+
 void Reducer::begin_rehearsal() {
   aside_ = {.gradients = std::exchange(gradients_, {}), .collecting = std::exchange(collecting_, {}), .expects = expects_};
   for (const auto& kept : aside_->gradients) {
     auto& fresh = *gradients_.emplace_back(std::make_unique<GradientAccumulator>(kept->unit));
-    fresh.departures = kept->departures;
-    fresh.left_to_end = kept->left_to_end;
+    const auto& predicted = predicted_[kept->unit.place.index];
+    fresh.departures.reduced_at = predicted.reduced_at;
+    fresh.left_to_end = predicted.left_to_end;
   }
 }
 

@@ -40,6 +40,8 @@ class Reducer {
 
   /// Null: nobody observes.
   void set_observer(StepObserver* observer) { observer_ = observer; }
+  /// A microbatch begins that rehearsals will repeat: their reductions come at the moments that are predicted now.
+  void begin_observation();
   /// From now on, gradients are dropped at the moments at which they would be reduced. Those that there are, are set aside. Call it between
   /// backwards, when no reduction is under way.
   void begin_rehearsal();
@@ -106,6 +108,12 @@ class Reducer {
     std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
+  /// What the ranks have agreed on about a unit's next backward: when its gradients are reduced.
+  struct Prediction {
+    int reduced_at;
+    bool left_to_end;
+  };
+
   /// Gradients from before a rehearsal.
   struct SetAside {
     std::vector<std::unique_ptr<GradientAccumulator>> gradients;
@@ -156,7 +164,8 @@ class Reducer {
   std::vector<Unit*> interrupted_;    // departed from for a repeated forward, which may come back to them
   std::deque<Reduction> reductions_;  // in the order of their start
   StepObserver* observer_ = nullptr;
-  std::optional<SetAside> aside_;  // in a rehearsal
+  std::optional<SetAside> aside_;      // in a rehearsal
+  std::vector<Prediction> predicted_;  // by Unit::index, when the observed microbatch began
 };
 
 }  // namespace fsdp::engine

@@ -65,7 +65,12 @@ void MicrobatchRecord::arrived(const engine::Unit& unit, std::size_t parameter, 
 
 void MicrobatchRecord::collected(const engine::Unit& unit, std::span<const at::Tensor> unreduced, bool of_one_backward) {
   auto& record = units_[unit.place.index];
-  if (!of_one_backward) return;
+  // What arrives behind a sum with earlier gradients is a part of this microbatch's, and no digest of all of them.
+  record.added_up = record.added_up || !of_one_backward;
+  if (record.added_up) {
+    record.unreduced = 0;
+    return;
+  }
   for (std::size_t k = 0; k < unreduced.size(); ++k) record.unreduced = with_digest(record.unreduced, digest(unreduced[k]), k);
 }
 

@@ -22,6 +22,7 @@ struct UnitRecord {
   std::int64_t gradients = 0;  ///< Of what autograd delivered.
   std::int64_t order = -1;     ///< How many units had gradients before this one; -1: it had none.
   std::int64_t unreduced = 0;  ///< Of the gradients when they were about to be reduced; 0, too, if those of other backwards are among them.
+  bool added_up = false;       ///< Some were reduced in a sum with those of other backwards.
   bool unreduced_changed = false;  ///< They had other bits when the reduction had ended.
   bool sums_differ = false;        ///< The same gradients, reduced twice, gave different sums on this rank.
 };

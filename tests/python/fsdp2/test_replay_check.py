@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import at_night
 from support.ranks import RankError, StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 
@@ -178,6 +180,82 @@ def flipped_bits_are_found(flips: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_flipped_bits_are_found(ranks: StartRanks, size: int) -> None:
     ranks(size).run(flipped_bits_are_found, 8)
+
+
+class Choice(nn.Module):
+    """Two layers, of which a rank uses one, or one behind the other."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers[1].bias.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor, picks: list[int]) -> torch.Tensor:
+        for pick in picks:
+            x = nn.functional.dropout(torch.tanh(self.layers[pick](x)), 0.1)
+        return x
+
+
+class Branches(nn.Module):
+    """Units of which each microbatch uses some, in any order, several times, or in a region that is checkpointed."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self.start = nn.Linear(8, 8)
+        self.choices = nn.ModuleList(Choice(chance.random() < 0.3) for _ in range(3))
+        self.checkpointed = [chance.random() < 0.3 for _ in self.choices]
+
+    def forward(self, x: torch.Tensor, used: list[int], picks: list[int]) -> torch.Tensor:
+        x = self.start(x)
+        for i in used:
+            block = self.choices[i]
+            x = checkpoint(block, x, picks, use_reentrant=False) if self.checkpointed[i] else block(x, picks)
+        return x
+
+
+def random_models_without_an_alarm(seeds: range) -> int:
+    """Nothing is corrupted, whatever a microbatch uses, and the bits are those of steps without a check."""
+    checked, size = 0, dist.get_world_size()
+    for seed in seeds:
+        results = []
+        for every in (0, 1):
+            chance, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+            torch.manual_seed(seed)
+            model: Any = Branches(chance)
+            shape = (2, size // 2) if size > 2 and chance.random() < 0.5 else (1, size)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+            options: dict[str, Any] = {"mesh": mesh if shape[0] > 1 else mesh["inner"]}
+            options["reshard_after_forward"] = chance.random() < 0.7
+            if chance.random() < 0.3:
+                options["mp_policy"] = libfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            for block in model.choices:
+                libfsdp.fully_shard(block, **options)
+            libfsdp.fully_shard(model, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            check = libfsdp.ReplayCheck(model, every=every or 1000)
+            torch.manual_seed(dist.get_rank())
+            parts = chance.choice([1, 2, 3])
+            for _ in range(4):
+                for part in range(parts):
+                    model.set_requires_gradient_sync(part == parts - 1 or seed % 2 == 0)
+                    used = [chance.randrange(3) for _ in range(chance.randrange(4))]
+                    picks = [own.randrange(2) for _ in range(own.randrange(1, 3))]
+                    check.run(lambda *given: model(*given).square().sum().backward(), torch.randn(3, 8), used, picks)
+                optimizer.step()
+                optimizer.zero_grad()
+                check.remember_parameters()
+            checked += check.checked
+            results.append([p.to_local().clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), seed
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds"), [(2, range(6)), (4, range(6, 10)), at_night(2, range(300)), at_night(4, range(300))]
+)
+def test_random_clean_models_give_no_alarm(ranks: StartRanks, size: int, seeds: range) -> None:
+    for first in range(seeds.start, seeds.stop, 10):
+        assert ranks(size).run(random_models_without_an_alarm, range(first, min(first + 10, seeds.stop)))[0] > 0
 
 
 def what_is_not_sharded_is_refused() -> None:
