@@ -211,7 +211,7 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   for (std::size_t rank = 0; rank < failures.size(); ++rank) {
     if (failures[rank].empty()) continue;
     failure_ = "rank " + std::to_string(rank) + ": " + failures[rank];
-    throw CommError("transfer_plan: the " + said.what + " has failed on rank " + failure_);
+    throw CommError("transfer_plan: the " + said.what + " has failed on " + failure_);
   }
   if (since != nullptr) {
     since->state = SnapshotState::kKnown;

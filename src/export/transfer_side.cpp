@@ -1,5 +1,7 @@
 #include "export/transfer_side.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <algorithm>
 #include <sstream>
 
@@ -34,6 +36,11 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
                  std::optional<at::ScalarType> dtype) {
   if (!into.defined() || into.is_meta()) {
     throw Error("'" + name + "' is to go into a tensor without memory; it takes a tensor with memory of its own, or a view of one");
+  }
+  if (into.layout() != at::kStrided || into.is_neg() || into.is_conj() || at::has_internal_overlap(into) == at::MemOverlap::Yes) {
+    throw Error("'" + name +
+                "' is to go into a tensor that can't be written in place (sparse, expanded, or a lazy negative or conjugate); give an "
+                "ordinary tensor of the box's sizes, and copy from it after run()");
   }
   const auto begin = offsets ? *std::move(offsets) : std::vector<std::int64_t>(static_cast<std::size_t>(into.dim()));
   if (static_cast<std::int64_t>(begin.size()) != into.dim()) {

@@ -411,6 +411,9 @@ TEST(TransferPlan, ErrorsReachAllRanksAndTrainingGoesOn) {
     refuse("rank 1 of the group: 'entry.weight' is wanted at [1], but goes into a tensor of the shape [10, 3]",
            {.name = name, .into = good.into, .offsets = {{1}}});
     refuse("into a tensor without memory", {.name = name, .into = at::Tensor()});
+    for (const auto& into : {at::zeros({1, 3}).expand({10, 3}), at::_neg_view(good.into), good.into.to_sparse()}) {
+      refuse("'entry.weight' is to go into a tensor that can't be written in place", {.name = name, .into = into});
+    }
     refuse("is to travel as torch.int64 into a tensor of torch.float32", {.name = name, .into = good.into, .dtype = at::kLong});
     refuse("wants 'entry.weight' in Int, but it is Float", {.name = name, .into = good.into.to(at::kInt)});
     expect_error(mesh, "it wants 1 boxes, but is none of the receivers [0]", [&] { plan_of({good}, {.receivers = {0}}); });

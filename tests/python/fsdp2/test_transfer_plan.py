@@ -303,6 +303,8 @@ def errors() -> None:
         "is to travel as torch.int64 into a tensor of torch.float32", plan_of(WantedBox(o, good.into, dtype=torch.long))
     )
     refused("is to go into a NoneType", plan_of(WantedBox(o, None)))
+    for into in (torch.zeros(1, 1).expand(2, 2), torch._neg_view(torch.zeros(2, 2)), torch.zeros(2, 2).to_sparse()):
+        refused(f"'{o}' is to go into a tensor that can't be written in place", plan_of(good, WantedBox(o, into)))
     refused("rank 2 of the group: it wants 1 boxes, but is none of the receivers [0]", plan_of(good, receivers=[0]))
     refused(
         "rank 0 has receivers [0] and message_bytes 33554432, and rank 1 has receivers [1] and",
