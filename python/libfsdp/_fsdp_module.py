@@ -15,7 +15,7 @@ from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
 from libfsdp._model import state_of, states_in
 from libfsdp._optimizers import drop_gradients
-from libfsdp._reading import wait_for_readers
+from libfsdp._reading import before_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -353,7 +353,7 @@ class FSDPModule:
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Works like nn.Module's, after readers of the shards. It comes before the modules below this one."""
-        wait_for_readers(self._states(recurse=False))
+        before_write(self._states(recurse=False))
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from libfsdp._assembly import Assembly
     from libfsdp._model import MemberState
 
-    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None, bool]
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None, bool, torch.Tensor]
     Adapter = tuple[str, str, str, float, bool]
 
 Receivers = Literal["all", "first", "one_per_host"]
@@ -258,13 +258,13 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
             local, assembly = _plain(name, value), None
             if isinstance(value, DTensor):
                 assembly = assembly_of(name, value.shape, local.shape, dims_of(value._spec))
-            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly, as_is)
+            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly, as_is, value)
             continue
         dims = further_dims(parameter, state)
         shape = parameter.spec.shape if dims else parameter.shape
         assembly = assembly_of(name, shape, parameter.shape, dims)
         local = _plain(name, parameter.local)
-        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly, as_is)
+        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly, as_is, value)
     return list(entries.values())
 
 

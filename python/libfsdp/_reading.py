@@ -1,4 +1,4 @@
-"""Readers of shards, for whom writers of the same units wait."""
+"""Readers of shards, for whom writers of the same units wait, and streams of weights, which writers end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from libfsdp import _C
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from libfsdp._state import MemberState
 
 # The threads that read a state's shards now, each as often as it does.
 _readers: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
@@ -35,8 +37,20 @@ def reading_of(states: Iterable[object]) -> Iterator[None]:
             _readers_changed.notify_all()
 
 
+def before_write(states: Iterable[MemberState]) -> None:
+    """Call it before shards of these states are written, except by an optimizer's step. Returns when nobody reads them.
+
+    Raises:
+        Error: if a stream of full_weights was left open, which has then ended, or if the calling thread reads the shards itself.
+    """
+    written = list(states)
+    for engine in {state.model.engine for state in written if state.model is not None}:
+        engine.refuse_export()
+    wait_for_readers(written)
+
+
 def wait_for_readers(states: Iterable[object]) -> None:
-    """Call it before shards of these states are written. Returns when nobody reads them.
+    """Returns when nobody reads shards of these states.
 
     Raises:
         Error: if the calling thread reads them itself: it would wait for ever.

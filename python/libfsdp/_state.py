@@ -17,7 +17,7 @@ from libfsdp._extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._first_values import FirstValues, compare
 from libfsdp._making import kept_parameter, make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
-from libfsdp._reading import wait_for_readers
+from libfsdp._reading import before_write
 from libfsdp._registrations import registered_in
 from libfsdp._sharded_parameter import (
     attributes_of,
@@ -320,7 +320,7 @@ class ShardState:
         locals_ = [local_of(value) for value in found]
         if all(local.is_meta for local in locals_):
             return
-        wait_for_readers([self])
+        before_write([self])
         if not self._has_room_for(found):
             self._remake_unit(found)
         if not self.unit.allocated:

@@ -33,9 +33,10 @@ using Sizes = std::vector<std::int64_t>;
 using GivenAssembly = std::tuple<std::vector<DeviceMesh>, std::vector<Sizes>, std::vector<std::vector<std::tuple<Sizes, Sizes, Sizes>>>>;
 
 /// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, the
-/// dimension that is cut, how the whole is put together if a unit has pieces only (or None), and whether it is never converted.
+/// dimension that is cut, how the whole is put together if a unit has pieces only (or None), whether it is never converted, and the tensor
+/// as the state dict has it.
 using GivenEntry = std::tuple<std::vector<std::string>, Sizes, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t,
-                              std::optional<GivenAssembly>, bool>;
+                              std::optional<GivenAssembly>, bool, at::Tensor>;
 
 /// A WeightAdapter: the names of the weight, of B and of A, the scale, and whether the weight is the transpose.
 using GivenAdapter = std::tuple<std::string, std::string, std::string, double, bool>;
@@ -64,7 +65,7 @@ std::shared_ptr<const weights::Assembly> assembly_of(const std::optional<GivenAs
 
 std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
   std::vector<weights::Entry> entries;
-  for (const auto& [names, shape, own, unit, parameter, cut, assembly, as_is] : given) {
+  for (const auto& [names, shape, own, unit, parameter, cut, assembly, as_is, value] : given) {
     entries.push_back({.names = names,
                        .shape = shape,
                        .own = own,
@@ -72,7 +73,8 @@ std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
                        .parameter = parameter,
                        .cut = cut,
                        .assembly = assembly_of(assembly),
-                       .as_is = as_is});
+                       .as_is = as_is,
+                       .wrapper = value.unsafeGetTensorImpl()->version_counter()});
   }
   return entries;
 }

@@ -206,6 +206,11 @@ void set_keeps_storage(ShownUnit& unit, bool keeps) {
 }
 
 void note_step(const ShownUnits& units) {
+  const HookedModel* refused = nullptr;  // Units of one model follow one another.
+  for (const auto& unit : units) {
+    const auto model = unit->hooked()->model();
+    if (model != nullptr && std::exchange(refused, model.get()) != model.get()) model->engine().main().refuse_export();
+  }
   for (const auto& unit : units) ++unit->hooked()->steps;
 }
 
@@ -430,6 +435,8 @@ void bind_hooks(py::module_& module) {
       .def(
           "finalize_backward", [](HookedModel& model, bool wait) { model.engine().finalize_backward(wait); }, kNoGil)
       .def(
+          "refuse_export", [](HookedModel& model) { model.engine().main().refuse_export(); }, kNoGil)
+      .def(
           "finish_gradient_sync", [](HookedModel& model) { model.engine().main().finish_gradient_sync(); }, kNoGil)
       .def("take_missed", &HookedModel::take_missed)
       .def("take_stale", &HookedModel::take_stale)
@@ -456,7 +463,7 @@ void bind_hooks(py::module_& module) {
           "has_left_gradients", [](HookedModel& model) { return engine::has_left_gradients(model.engine()); }, kNoGil)
       .def("wire_stats", &wire_stats, py::arg("further"));
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
-  module.def("note_step", &note_step, "An optimizer that has parameters of these units is about to step.");
+  module.def("note_step", &note_step, kNoGil, "An optimizer that has parameters of these units is about to step.");
   module.def("checksum", &engine::checksum, kNoGil, "Of a tensor's bytes, or of so many elements that are spread over it. Never 0.");
   module.def("inside_backward", &trigger::inside_backward, "True inside of a backward.");
 }

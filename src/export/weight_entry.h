@@ -49,6 +49,8 @@ struct Entry {
   std::optional<Changed> changed = {};
   std::vector<Product> added = {};  ///< Not in `own`. The tensor has two dimensions then.
   bool as_is = false;               ///< It is never converted: its elements are codes, also where their dtype is one of numbers.
+  /// The version counter of a tensor that wraps `own` (a DTensor), whose operators count there; without one, null.
+  c10::VariableVersion wrapper = c10::VariableVersion(c10::VariableVersion::DISABLED);
 
   /// True if ranks of the unit have parts of it.
   bool is_cut_by_unit() const { return unit != nullptr && !unit->replicated_optimizer(); }

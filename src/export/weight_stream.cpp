@@ -61,9 +61,23 @@ std::string text_of(const Request& request, const SavedWeights* snapshot) {
 
 }  // namespace
 
+WeightStream::Watched::Watched(const Entry& entry)
+    : name(entry.names.front()), own(entry.own.unsafeGetTensorImpl()->version_counter()), wrapper(entry.wrapper), version(now()) {}
+
+std::uint64_t WeightStream::Watched::now() const {
+  std::uint64_t sum = 0;
+  for (const auto* counter : {&own, &wrapper}) sum += counter->enabled() ? counter->current_version() : 0;  // Inference tensors have none.
+  return sum;
+}
+
 WeightStream::WeightStream(Request request) : engines_(request.engines), since_(request.options.since), ranks_(ranks_of(request)) {
   check(request);
   const auto text = text_of(request, since_ != nullptr ? since_->saved_.get() : nullptr);
+  if (since_ == nullptr) {
+    for (const auto* entries : {&request.entries, &request.factors}) {
+      for (const auto& entry : *entries) watched_.emplace_back(entry);
+    }
+  }
   entries_ = std::move(request.entries);
   adapters_ = Adapters(std::move(request.factors), engines_.front()->options().mesh.device());
   auto& lead = *engines_.front();
@@ -189,9 +203,11 @@ WeightStream::Place WeightStream::place(std::size_t i, Course course, at::Scalar
   return place;
 }
 
-/// Starts the gather of the next bucket, if there is one.
+/// Starts the gather of the next bucket. Behind the last one, the ranks only tell each other that they go on.
 void WeightStream::start() {
   if (next_ == buckets_.size()) {
+    if (!buckets_.empty()) go_on(buckets_.back(), [] {});
+    ++next_;
     ahead_ = {};
     return;
   }
@@ -219,11 +235,12 @@ void WeightStream::start() {
   gather(ahead_);
 }
 
-/// Does `work`, which asks nothing of other ranks, and tells them that this rank goes on. Throws on every rank if it fails on one, or if
-/// one has stopped.
+/// Does `work`, which asks nothing of other ranks, and tells them that this rank goes on. Throws on every rank if it fails on one, if
+/// one has stopped, or if one has written the weights.
 void WeightStream::go_on(const BucketPlan& bucket, const std::function<void()>& work) const {
   std::exception_ptr failure;
   try {
+    refuse_writes();
     work();
   } catch (...) {
     failure = std::current_exception();
@@ -235,6 +252,17 @@ void WeightStream::go_on(const BucketPlan& bucket, const std::function<void()>& 
     throw Error("full_weights: rank " + std::to_string(rank) + (says == Says::kStops ? " has stopped before " : " has failed before ") +
                 bucket.label.substr(1, bucket.label.size() - 2) +
                 "; all ranks must take all buckets, or stop together (training can go on)");
+  }
+}
+
+/// [The weights of one moment]
+void WeightStream::refuse_writes() const {
+  for (const auto& tensor : watched_) {
+    if (tensor.now() != tensor.version) {
+      throw Error("full_weights: '" + tensor.name +
+                  "' was written while the weights were exported, so that some would be from before and others from after; write to the "
+                  "model before full_weights, or when all buckets are taken");
+    }
   }
 }
 
@@ -408,15 +436,15 @@ void WeightStream::close() {
 
 /// Under the lock of an engine. Returns what the user is told if a use of the model ends the stream.
 std::string WeightStream::end() {
-  const auto text = "full_weights was left open before bucket " + std::to_string(next_ + 1) + " of " + std::to_string(buckets_.size()) +
-                    " when the model was used; take all buckets, or close it, first";
+  const auto text = "full_weights was left open before bucket " + std::to_string(std::min(next_ + 1, buckets_.size())) + " of " +
+                    std::to_string(buckets_.size()) + " when the model was used; take all buckets, or close it, first";
   stop(Says::kStops);
   return text;
 }
 
 /// Lets go of all, and tells the others when they come to their next bucket.
 void WeightStream::stop(Says says) {
-  const bool others_come = next_ < buckets_.size();
+  const bool others_come = next_ <= buckets_.size();
   forget(StreamState::kClosed);
   if (others_come) tell(says);
 }
@@ -431,6 +459,7 @@ void WeightStream::forget(StreamState state) {
   given_ = {};
   spare_ = {};
   entries_.clear();
+  watched_.clear();
   adapters_ = {};
   if (since_ != nullptr && since_->saved_->state == SnapshotState::kMoving) {
     since_->saved_->state = state == StreamState::kEnded ? SnapshotState::kKnown : SnapshotState::kUnknown;

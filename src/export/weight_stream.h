@@ -46,7 +46,11 @@ enum class StreamState : std::uint8_t { kOpen, kEnded, kClosed, kFailed };
 /// [Note: Nobody waits for a consumer that has stopped] Before the gather of a bucket starts, the ranks tell each other whether they go on
 /// (one small exchange). A rank that stops early says so in the next exchange, to which all others come when they ask for their next
 /// bucket, stop too, or use the model again. After an exchange in which some rank has stopped, no gather starts on any rank. The rows are
-/// then at the same place on all ranks, and training can go on.
+/// then at the same place on all ranks, and training can go on. One more exchange, without a gather, precedes the last bucket.
+///
+/// [Note: The weights of one moment] What writes main parameters by way of the engine or an optimizer ends the stream, which is an Error
+/// there. Other writes increment version counters. Each rank compares these before an exchange, when the gather before has ended, so that
+/// no rank gives a bucket that was gathered after a write.
 ///
 /// Its methods are collective, and not thread-safe. The consumer's thread makes all calls to the communicators, under the engine's lock.
 class WeightStream {
@@ -93,6 +97,16 @@ class WeightStream {
     Buffer buffer;
     std::vector<std::unique_ptr<comm::Pending>> pending;  // after the buffer: destroying one waits
   };
+  /// A tensor of the model, and its version when the stream began.
+  struct Watched {
+    explicit Watched(const Entry& entry);
+    std::uint64_t now() const;
+
+    std::string name;
+    c10::VariableVersion own;
+    c10::VariableVersion wrapper;
+    std::uint64_t version;
+  };
   /// What a rank says before a bucket.
   enum class Says : std::uint8_t { kGoesOn, kStops, kHasFailed };
   struct Said {
@@ -109,6 +123,7 @@ class WeightStream {
   Place place(std::size_t entry, Course course, at::ScalarType dtype, std::int64_t begin) const;
   void start();
   void go_on(const BucketPlan& bucket, const std::function<void()>& work) const;
+  void refuse_writes() const;
   std::vector<const Entry*> merged(const BucketPlan& bucket) const;
   Buffer take_buffer(std::int64_t bytes);
   static void detach(Buffer& buffer);
@@ -127,6 +142,7 @@ class WeightStream {
 
   std::vector<std::shared_ptr<engine::Engine>> engines_;
   std::vector<Entry> entries_;
+  std::vector<Watched> watched_;  ///< The entries and factors, unless the stream has copied what it sends of them.
   Adapters adapters_;
   std::shared_ptr<WeightSnapshot> since_;  ///< Or null.
   double changed_fraction_ = 1;
@@ -135,7 +151,7 @@ class WeightStream {
   bool receives_ = true;
   std::vector<BucketPlan> buckets_;
   std::int64_t capacity_ = 0;  ///< The size of a buffer, which fits every bucket.
-  std::size_t next_ = 0;       ///< The bucket whose gather starts next.
+  std::size_t next_ = 0;       ///< The bucket whose gather starts next; past the number of buckets when the last exchange is over.
   Flight ahead_;
   Buffer given_;                    ///< That of the bucket which the consumer has.
   c10::DataPtr spare_;              ///< Memory for a bucket that none has.

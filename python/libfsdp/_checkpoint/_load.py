@@ -20,7 +20,7 @@ from libfsdp._checkpoint._random import set_generator
 from libfsdp._checkpoint._together import Together, device_of_model
 from libfsdp._model import states_in
 from libfsdp._optimizer_state import make_state
-from libfsdp._reading import wait_for_readers
+from libfsdp._reading import before_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -253,7 +253,7 @@ class _Load:
 
     def _open(self) -> Loading:
         """Compares names and shapes of the model. It changes nothing."""
-        wait_for_readers(state for _, state, _ in states_in(self._model))
+        before_write(state for _, state, _ in states_in(self._model))
         loading = Loading(self._path, self._options)
         of_model = model_state(self._model)
         loading.add_model(of_model)

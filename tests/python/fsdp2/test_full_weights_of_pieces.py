@@ -356,7 +356,7 @@ def stops(at: int, who: int) -> None:
                     break
     except libfsdp.Error as error:
         seen = str(error)
-    if dist.get_rank() != who and at + 2 < buckets:
+    if dist.get_rank() != who and at + 1 < buckets:
         assert "has stopped before bucket" in seen
     else:
         assert not seen
