@@ -119,7 +119,8 @@ class ReplayCheck:
 
     def _checker_now(self) -> _C.MicrobatchChecker | None:
         """The checker of the model's engine, which may have been replaced; None before its first forward."""
-        if self._module._get_fsdp_state().model is None:
+        model = self._module._get_fsdp_state().model
+        if model is None or model.provisional:
             return None
         engine = engine_of(self._module)
         if engine is not self._engine:

@@ -32,6 +32,7 @@ LIKELIHOOD = {
     "offload": 0.1,
     "shard_dim": 0.15,
     "keep": 0.1,
+    "budget": 0.1,
     "megatron": 0.3,
     # Optimizers.
     "foreach": 0.3,
@@ -47,6 +48,7 @@ LIKELIHOOD = {
     "no_sync": 0.4,
     "retain_graph": 0.1,
     "several_graphs": 0.3,
+    "checked": 0.15,  # Microbatches that a ReplayCheck repeats.
     "lone_forwards": 0.2,  # In grad mode, without a backward.
     "unshard": 0.2,
     "setters": 0.2,
@@ -60,6 +62,8 @@ LIKELIHOOD = {
     "state_dict": 0.15,
     "assign": 0.2,  # Of loads.
     "checkpoints": 0.05,
+    "saves": 0.5,  # Of checkpoints: by libfsdp.
+    "streams": 0.1,  # Of whole weights.
     "reads": 0.15,  # Of what the modules show.
     "collected": 0.05,  # A model that nobody has any more, between forward and backward.
     "rebuilding": 0.05,  # Another sharded model takes over.
@@ -82,6 +86,7 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "collected": ("collected", "strategies"),
     "megatron_reads": ("megatron", "strategies", "reads", "unshard"),
     "last": ("last_backward", "several_backwards"),
+    "tools": ("checked", "streams", "checkpoints", "budget", "no_sync", "several_backwards"),
     "matrices": ("matrix_optimizers", "strategies"),
     "megatron": ("megatron", "strategies", "several_backwards", "no_sync", "zero_grad"),
 }
@@ -90,7 +95,7 @@ PROFILES: dict[str, tuple[str, ...]] = {
 # With FSDP2 in the library's place the replicas are checked, not FSDP2: these features are left out then.
 WITHOUT_FSDP2 = {
     **dict.fromkeys(("strategies", "hfsdp", "main_dtypes", "keep", "megatron"), "It has no such option."),
-    **dict.fromkeys(("own_optimizers", "matrix_optimizers"), "libfsdp's."),
+    **dict.fromkeys(("own_optimizers", "matrix_optimizers", "budget", "checked", "saves", "streams"), "libfsdp's."),
     **dict.fromkeys(
         ("evaluation", "lone_forwards"),
         "The root stays whole after a forward without a backward, and older than later steps and writes.",

@@ -218,6 +218,8 @@ def random_options(chance: Chance, world: int, nodes: tuple[Node, ...]) -> Optio
         options = replace(options, shard_dim=1)
     if chance.has("keep"):
         options = replace(options, keep_gathered_bytes=chance.of((300, 3000)))
+    elif chance.has("budget"):
+        options = replace(options, memory_budget=1 << 30)
     return options
 
 

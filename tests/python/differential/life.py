@@ -111,7 +111,9 @@ class Life:
                 assign = self.has_setters and chance.has("assign")  # (Not Megatron-FSDP's.)
                 self.add("load", slot=chance.of(self.saved), assign=assign, optimizer=chance.chance(0.5))
         if chance.has("checkpoints"):
-            self.add("checkpoint")
+            self.add("checkpoint", library=self.has_setters and chance.has("saves"))
+        if chance.has("streams"):
+            self.add("export", bucket_bytes=chance.of((1, 200, 1 << 20)))
         if chance.has("rebuilding") and not self.frozen and self.ops and self.ops[-1].what != "step":
             self.add("rebuild")
 
@@ -154,6 +156,9 @@ class Life:
                     method="set_is_last_backward",
                     arguments={"is_last_backward": i == count - 1},
                 )
+            if not at_once and chance.has("checked"):
+                self.add("checked", batch=self.batch())
+                continue
             if not at_once:
                 self.add("forward", graph=name, batch=self.batch())
                 self.aside()

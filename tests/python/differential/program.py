@@ -71,6 +71,7 @@ class Options:
     offload: bool = False
     shard_dim: int = 0
     keep_gathered_bytes: int = 0
+    memory_budget: int = 0
     megatron: tuple[tuple[str, Any], ...] = ()  # Further arguments of fully_shard_model.
 
 

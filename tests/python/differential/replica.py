@@ -76,7 +76,9 @@ class Replica:
         self.compute = {name: compute or p.dtype for name, p in whole.items()}
         wire, grads = (getattr(torch, name or "", None) for name in (options.reduce_dtype, options.main_grads_dtype))
         self.gradient = {name: grads or self.main[name] for name in whole}
-        self.wire = {n: wire or grads or (self.own if REDUCES_IN_OWN_DTYPE and not main else self.compute)[n] for n in whole}
+        self.wire = {
+            n: wire or grads or (self.own if REDUCES_IN_OWN_DTYPE and not main else self.compute)[n] for n in whole
+        }
         self.rounds = grads is None  # Sums to the dtype that has travelled.
         self.values = [
             {
@@ -252,6 +254,11 @@ class Replica:
                 (loss * 256.0 if self.program.optimizer.scaler else loss).backward(retain_graph=retain)
         if self.synchronizes:
             self.reduce()
+
+    def checked(self, results: list[Any], batch: int) -> list[float]:
+        losses = self.forward(results, "checked", batch)
+        self.backward(results, "checked")
+        return losses
 
     def collect_from(self, rank: int, leaves: Leaves) -> None:
         """What a backward gives is collected as it comes, as the engine does."""
@@ -451,7 +458,13 @@ class Replica:
                 self.optimizers[rank].load_state_dict(copied(of_optimizer))
 
     @torch.no_grad()
-    def checkpoint(self, results: list[Any]) -> None:
+    def export(self, results: list[Any], bucket_bytes: int) -> None:
+        for rank, result in enumerate(results):
+            for name in self.names:
+                same(f"rank {rank}: full_weights()[{name}]", unpacked(result[name]), self.whole(name), None)
+
+    @torch.no_grad()
+    def checkpoint(self, results: list[Any], library: bool = False) -> None:
         """Parameters do not change. A checkpoint has each plain tensor once, by name: of one rank, and by each of its modules' names."""
         for name, _ in list(self.models[0].named_buffers()):
             mine = [dict(model.named_buffers())[name].clone() for model in self.models]

@@ -6,7 +6,11 @@ from differential.program import Op, Program
 
 # Writes of which no version, address or optimizer tells.
 QUIET = ("data", "together", "numpy", "dlpack", "collective")
-FORWARDS = ("forward", "evaluate", "fail")
+FORWARDS = ("forward", "evaluate", "fail", "checked")
+BETWEEN_GRAPHS = (
+    *("step", "write", "average", "load", "train_parameters", "checkpoint", "rebuild"),
+    *("checked", "export"),
+)
 
 
 class Rules:
@@ -32,6 +36,7 @@ class Rules:
         self.keeps = (
             options.front == "megatron"
             or options.keep_gathered_bytes > 0
+            or options.memory_budget > 0
             or any(unit.reshard_after_forward is False for unit in self.program.units)
         )
         self.has_neighbours = any(type(unit.reshard_after_forward) is int for unit in self.program.units)
@@ -52,7 +57,7 @@ class Rules:
         what, arguments = op.what, op.arguments
         if what == "backward":
             return arguments["graph"] in self.graphs
-        if what in ("step", "write", "average", "load", "train_parameters", "checkpoint", "rebuild") and self.graphs:
+        if what in BETWEEN_GRAPHS and self.graphs:
             return False
         if what in ("step", "zero_grad", "fail", "clip") and self.unsynchronized:
             return False
@@ -90,8 +95,8 @@ class Rules:
             self.written = False
         if what == "forward":
             self.graphs.add(arguments["graph"])
-        elif what == "backward":
-            if not arguments.get("retain"):
+        elif what in ("backward", "checked"):
+            if what == "backward" and not arguments.get("retain"):
                 self.graphs.discard(arguments["graph"])
             self.unsynchronized = not self.synchronizes
             self.has_gradients = True

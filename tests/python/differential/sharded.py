@@ -116,7 +116,10 @@ class Sharded:
         for unit in program.units:
             modules = [built.parts[name] for name in unit.nodes]
             root = unit.nodes == (program.root,)
-            extra = {"keep_gathered_bytes": options.keep_gathered_bytes} if root and options.keep_gathered_bytes else {}
+            extra: dict[str, Any] = {}
+            for name in ("keep_gathered_bytes", "memory_budget"):
+                if root and getattr(options, name):
+                    extra[name] = getattr(options, name)
             if unit.reshard_after_forward is not None:
                 extra["reshard_after_forward"] = unit.reshard_after_forward
             self.fsdp.fully_shard(modules if len(modules) > 1 else modules[0], **arguments, **extra)
@@ -176,6 +179,21 @@ class Sharded:
         loss = self.graphs[graph] if retain else self.graphs.pop(graph)
         if loss.requires_grad:
             self.scaler.scale(loss).backward(retain_graph=retain)
+
+    def checked(self, batch: int) -> float:
+        """A forward and a backward that another rank repeats, except where they form the model."""
+
+        def forward_and_backward(x: Tensor) -> float:
+            loss = loss_of(self.program, self.model, x)
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+            return loss.item()
+
+        return (
+            importlib.import_module("libfsdp")
+            .ReplayCheck(self.model, every=1)
+            .run(forward_and_backward, self.batch(batch))
+        )
 
     def evaluate(self, mode: str, batch: int, training: bool) -> float:
         context = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
@@ -267,7 +285,12 @@ class Sharded:
         if optimizer or assign:
             self.optimizer.load_state_dict(copied(of_optimizer))
 
-    def checkpoint(self) -> dict[str, Any]:
+    def export(self, bucket_bytes: int) -> dict[str, Any]:
+        """Whole parameters out of a stream."""
+        stream = importlib.import_module("libfsdp").full_weights(self.model, bucket_bytes=bucket_bytes)
+        return {name: packed(value) for bucket in stream for name, value in bucket if name in self.parameters}
+
+    def checkpoint(self, library: bool = False) -> dict[str, Any]:
         """To disk and back. The optimizer, too, once it has state: torch steps it otherwise.
 
         Returns:
@@ -281,6 +304,18 @@ class Sharded:
             for group in self.optimizer.param_groups
             for p in group["params"]
         )
+        if library:
+            ours = importlib.import_module("libfsdp")
+            for call in (ours.save, ours.load):
+                call(folder, self.model, self.optimizer if with_optimizer else None)
+        else:
+            self.through_dcp(folder, with_optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(holder[0])
+        return self.buffers()
+
+    def through_dcp(self, folder: str, with_optimizer: bool) -> None:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if with_optimizer:
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
@@ -289,10 +324,6 @@ class Sharded:
         set_model_state_dict(self.model, state["model"])
         if with_optimizer:
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(holder[0])
-        return self.buffers()
 
     def rebuild(self) -> None:
         """Another model of the same kind takes over values and the optimizer's state."""

@@ -38,7 +38,9 @@ def test_random_programs_follow_plain_replicas(runner: Runner, profile: str) -> 
         assert failure is None, f"--only '{profile}' --seed {seed}: {failure.text}\n{readable(program)}"
 
 
-@pytest.mark.parametrize(("first", "count"), [(6000, 2), at_night(6002, 8), *(at_night(n, 10) for n in range(6010, 6100, 10))])
+@pytest.mark.parametrize(
+    ("first", "count"), [(6000, 2), at_night(6002, 8), *(at_night(n, 10) for n in range(6010, 6100, 10))]
+)
 def test_weights_out_of_random_programs(ranks: StartRanks, first: int, count: int) -> None:
     """Of models of all kinds, in all forms, at any moment between microbatches; and what comes after is as it would be without."""
     for seed in range(first, first + count):
