@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCE = "tests/structure/lengths.py"
-FIRST = "LONGEST = 500  # lines"
-SECOND = "WIDEST = 140  # characters"
+SOURCE = "tests/structure/widths.py"
+FIRST = "WIDEST = 140  # characters"
+SECOND = 'ENDINGS = {".h", ".cpp", ".py", ".pyi", ".sh"}'
 LATER = "def faults(root: Path) -> list[str]:"
 
 
@@ -29,7 +29,7 @@ def said_by(check: str, *arguments: object) -> str:
     [
         pytest.param(SOURCE, [FIRST, SECOND], "", id="as_it_is"),
         pytest.param(SOURCE, [FIRST, "# ...", LATER], "", id="lines_left_out"),
-        pytest.param(SOURCE, [FIRST.replace("500", "900"), SECOND], f"{SOURCE} has not", id="another_text"),
+        pytest.param(SOURCE, [FIRST.replace("140", "900"), SECOND], f"{SOURCE} has not", id="another_text"),
         pytest.param(SOURCE, [FIRST, LATER], f"{SOURCE} has not", id="a_gap_that_is_not_marked"),
         pytest.param(SOURCE, [LATER, "# ...", FIRST], f"{SOURCE} has not", id="another_order"),
         pytest.param("src/engine/gone.py", [FIRST], "there is no ", id="a_file_that_is_gone"),

@@ -1,6 +1,6 @@
-"""Fails if a source file is so long that it holds more than one idea, or if a line is too long to be read at once.
+"""Fails if a line is too long to be read at once.
 
-lengths.py ROOT
+widths.py ROOT
 
 In documents, rows of tables may be longer: Markdown can't break them.
 """
@@ -10,10 +10,9 @@ from pathlib import Path
 
 from verdict import tell
 
-LONGEST = 500  # lines
 WIDEST = 140  # characters
-FOLDERS = ("include", "src", "python", "examples", "tools", "bench", "tests", "scripts")
 ENDINGS = {".h", ".cpp", ".py", ".pyi", ".sh"}
+FOLDERS = ("include", "src", "python", "examples", "tools", "bench", "tests", "scripts")
 
 
 def sources(root: Path) -> list[Path]:
@@ -29,8 +28,6 @@ def faults(root: Path) -> list[str]:
     for path in [*sources(root), *documents(root)]:
         lines = path.read_text(encoding="utf-8").splitlines()
         name = path.relative_to(root)
-        if path.suffix in ENDINGS and len(lines) > LONGEST:
-            found.append(f"{name} has {len(lines)} lines, more than {LONGEST}: it holds more than one idea")
         for number, line in enumerate(lines, 1):
             if len(line) > WIDEST and not line.startswith("|"):
                 found.append(f"{name}:{number} has {len(line)} characters, more than {WIDEST}")
