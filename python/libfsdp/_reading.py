@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from libfsdp import _C
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from libfsdp._state import MemberState
 
 # The threads that read a state's shards now, each as often as it does.
 _readers: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
@@ -37,8 +35,8 @@ def reading_of(states: Iterable[object]) -> Iterator[None]:
             _readers_changed.notify_all()
 
 
-def before_write(states: Iterable[MemberState]) -> None:
-    """Call it before shards of these states are written, except by an optimizer's step. Returns when nobody reads them.
+def before_write(states: Iterable[Any]) -> None:
+    """Call it before shards of these states (MemberState) are written, except by an optimizer's step. Returns when nobody reads them.
 
     Raises:
         Error: if a stream of full_weights was left open, which has then ended, or if the calling thread reads the shards itself.
