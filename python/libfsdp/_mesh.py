@@ -96,7 +96,6 @@ class _Row:
     ranks: list[int]
     mesh: DeviceMesh
     dim: int | None  # None for a row of this rank alone
-    of_neighbours: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # The groups by their number of ranks.
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -106,23 +105,24 @@ class _Row:
     def position(self) -> int:
         return self.ranks.index(dist.get_rank())
 
-    def new_group(self, neighbours: int) -> dist.ProcessGroup:
-        """Makes a group of this many neighbours, this rank among them. Collective over these."""
+    def second_group(self, neighbours: int) -> dist.ProcessGroup:
+        """Returns a group of this many neighbours, this rank among them, that is not the row's own. Collective over them at its first call.
+
+        The group stays in the world, for other rows of the same ranks. Were it destroyed with the row's group, the name that torch computes
+        from its ranks would come again, with the old addresses under it in the store.
+        """
         first = self.position // neighbours * neighbours
         seconds = None if self.group is None else timeout_of(self.group, device_of(self.mesh))
-        return new_group(
-            self.ranks[first : first + neighbours],
-            None if self.group is None else dist.get_backend_config(self.group),
-            None if seconds is None else timedelta(seconds=seconds),
-        )
+        ranks = self.ranks[first : first + neighbours]
+        backend = None if self.group is None else dist.get_backend_config(self.group)
+        groups, key = _own_world().groups, (*ranks, backend, seconds)
+        if key not in groups:
+            groups[key] = _new_group(ranks, backend, None if seconds is None else timedelta(seconds=seconds))
+        return groups[key]
 
     def group_of(self, neighbours: int) -> dist.ProcessGroup | None:
         """Returns the group of this many neighbours; for all ranks, the row's own. Collective over the neighbours at its first call."""
-        if neighbours == len(self.ranks):
-            return self.group
-        if neighbours not in self.of_neighbours:
-            self.of_neighbours[neighbours] = self.new_group(neighbours)
-        return self.of_neighbours[neighbours]
+        return self.group if neighbours == len(self.ranks) else self.second_group(neighbours)
 
 
 @contextmanager
@@ -140,10 +140,19 @@ def _not_split() -> Iterator[None]:
         default.bound_device_id = device
 
 
-def new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes a group with connections of its own. Collective over these ranks, and no others."""
     with _not_split():
         return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
+
+
+def _when_destroyed(group: dist.ProcessGroup, call: Callable[..., object], *arguments: Any) -> None:
+    """Calls it when the program destroys the group.
+
+    Torch keeps the Python object of a group's store exactly as long as it knows the group. The group itself lives longer: meshes refer to
+    it, such as those that are to be dropped.
+    """
+    weakref.finalize(dist.distributed_c10d._get_process_group_store(group), call, *arguments).atexit = False
 
 
 def default_mesh() -> DeviceMesh:
@@ -169,14 +178,16 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass
 class _OfWorld:
-    """The objects that have been made from the process groups of one world. They are dropped with the default group."""
+    """The objects that have been made from the process groups of one world. A mesh is dropped when one of its groups is destroyed."""
 
     meshes: dict[tuple[Any, ...], ShardingMesh] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
     neighbours: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict)
+    groups: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
-_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfWorld] = weakref.WeakKeyDictionary()
+# By the store of the default group, which goes when that is destroyed: see _when_destroyed().
+_worlds: weakref.WeakKeyDictionary[dist.Store, _OfWorld] = weakref.WeakKeyDictionary()
 _given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 
@@ -209,7 +220,7 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
         shards: False if its only dimension replicates.
         own_collectives: communicate through torch.distributed, by collectives that no other unit uses.
     """
-    world = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld())
+    world = _own_world()
     _given[id(mesh)] = mesh
     rows = _rows_of(mesh, shards)
     if own_collectives:
@@ -217,14 +228,25 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
     key = _key_of(rows, shards)
     if key not in world.meshes:
         world.meshes[key] = _make(mesh, rows, shards, world)
+        for row in rows:
+            if row.group is not None:
+                _when_destroyed(row.group, world.meshes.pop, key, None)
     made = world.meshes[key]
     return made if made.mesh == mesh else replace(made, mesh=mesh)
 
 
+def new_host_mesh(mesh: DeviceMesh) -> _C.DeviceMesh:
+    """Makes connections of its own between the ranks of a mesh, for tensors on the host. Collective; they close with the result."""
+    return _over_store(mesh, _rows_of(mesh, True), True, _own_world(), device=torch.device("cpu")).engine_mesh
+
+
 def known_mesh(mesh: DeviceMesh) -> ShardingMesh | None:
     """Returns the engine's view of a mesh that shards, if it has been made."""
-    world = _worlds.get(dist.distributed_c10d._get_default_group())
-    return None if world is None else world.meshes.get(_key_of(_rows_of(mesh, True), True))
+    return _own_world().meshes.get(_key_of(_rows_of(mesh, True), True))
+
+
+def _own_world() -> _OfWorld:
+    return _worlds.setdefault(dist.distributed_c10d._get_default_store(), _OfWorld())
 
 
 def _key_of(rows: list[_Row], shards: bool) -> tuple[Any, ...]:
@@ -233,7 +255,7 @@ def _key_of(rows: list[_Row], shards: bool) -> tuple[Any, ...]:
 
 def neighbours_mesh(mesh: DeviceMesh, neighbours: int) -> DeviceMesh:
     """Returns the ranks of a mesh as rows of this many neighbours. The mesh is made once, which is collective over all ranks."""
-    known = _worlds.setdefault(dist.distributed_c10d._get_default_group(), _OfWorld()).neighbours
+    known = _own_world().neighbours
     key = (neighbours, *mesh.mesh.flatten().tolist())
     if key not in known:
         known[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, neighbours))
@@ -286,7 +308,7 @@ def _over_backends(mesh: DeviceMesh, rows: list[_Row], shards: bool, world: _OfW
         row = rows[dimension]
         if row.group is None:  # This rank alone.
             return None
-        group = row.new_group(neighbours) if neighbours == len(row.ranks) else row.group_of(neighbours or len(row.ranks))
+        group = row.second_group(neighbours) if neighbours else row.group
         assert group is not None
         backend = group._get_backend(device)
         if group is not row.group:
@@ -302,8 +324,18 @@ def _over_store(
     shards: bool,
     world: _OfWorld,
     backend_of: Callable[[int, int], dist.Backend | None] | None = None,
+    device: torch.device | None = None,
 ) -> ShardingMesh:
-    """Makes a mesh with connections of the engine's own. The ranks of the mesh must make the same meshes in the same order."""
+    """Makes a mesh with connections of the engine's own. The ranks of the mesh must make the same meshes in the same order.
+
+    Args:
+        mesh: the mesh.
+        rows: this rank's.
+        shards: False if its only dimension replicates.
+        world: the world of its groups.
+        backend_of: see StoreMesh.
+        device: where the tensors lie that are sent; None: on that of the mesh.
+    """
     ranks = sorted(mesh.mesh.flatten().tolist())
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     world.count[name] = world.count.get(name, 0) + 1
@@ -323,7 +355,7 @@ def _over_store(
         world_size=dist.get_world_size(),
         dims=[row.name for row in rows],
         rows=[row.ranks for row in rows],
-        device=device_of(mesh),
+        device=device or device_of(mesh),
         timeout=timeout,
         make=_maker(mesh, rows, ()),
         backend_of=backend_of,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from libfsdp import _C
-from libfsdp._mesh import device_of, new_group, sharding_mesh, timeout_of
+from libfsdp._mesh import new_host_mesh, sharding_mesh
 from libfsdp._model import states_in
 
 if TYPE_CHECKING:
@@ -47,11 +46,7 @@ class Together:
         device = device_of_model(model)
         group = group or dist.distributed_c10d._get_default_group()
         mesh = DeviceMesh.from_group(group, device.type)
-        if own:
-            seconds = timeout_of(group, device_of(mesh))
-            timeout = None if seconds is None else timedelta(seconds=seconds)
-            mesh = DeviceMesh.from_group(new_group(dist.get_process_group_ranks(group), "gloo", timeout), "cpu")
-        self._ranks = _C.CheckpointRanks(sharding_mesh(mesh).engine_mesh)
+        self._ranks = _C.CheckpointRanks(new_host_mesh(mesh) if own else sharding_mesh(mesh).engine_mesh)
 
     @property
     def ranks(self) -> _C.CheckpointRanks:

@@ -26,7 +26,7 @@ bf16, fp32 = torch.bfloat16, torch.float32
 
 def forget_meshes(patch: pytest.MonkeyPatch) -> None:
     """Of this world, for as long as the patch lasts."""
-    world = _mesh._worlds.setdefault(dist.distributed_c10d._get_default_group(), _mesh._OfWorld())
+    world = _mesh._own_world()
     patch.setattr(world, "meshes", {})
 
 

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import os
 import subprocess
 import sys
+import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import at_night
+from support.ranks import forking_context
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import libfsdp
 from libfsdp import fully_shard, register_fsdp_forward_method
 
 
@@ -55,13 +65,12 @@ class FailsInBackward(torch.autograd.Function):
         raise RuntimeError("told to fail")
 
 
-def model() -> nn.Sequential:
+def model(**options: Any) -> nn.Sequential:
     """Two units and a root without parameters of its own."""
     torch.manual_seed(0)
     sharded = nn.Sequential(MayFail(), MayFail())
-    for layer in sharded:
-        fully_shard(layer)
-    fully_shard(sharded)
+    for module in (*sharded, sharded):
+        fully_shard(module, **options)
     return sharded
 
 
@@ -246,3 +255,122 @@ def test_a_hook_that_goes_with_its_model_is_missed() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="hook of set_all_reduce_hook; keep the model"):
         loss.backward()
+
+
+def trained(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    sharded = model(**options)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for _ in range(2):
+        sharded(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded, optimizer
+
+
+def use_meshes() -> None:
+    world = dist.get_world_size()
+    for sizes in ((1, world), (world, 1), (2, world // 2)):
+        trained(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "shard")))
+
+
+def use_groups_of_its_own() -> None:
+    """The default group stays: cached meshes and connections go with the groups that are destroyed."""
+    for _ in range(2):
+        group = dist.new_group()
+        world = dist.get_world_size()
+        trained(mesh=DeviceMesh.from_group(group, "cpu"), reshard_after_forward=world // 2 if world > 2 else True)
+        dist.destroy_process_group(group)
+
+
+def save_beside(folder: str) -> None:
+    sharded, optimizer = trained()
+    for _ in range(2):
+        saver = libfsdp.AsyncSaver(sharded, optimizer)
+        saver.save(f"{folder}/saved")
+        saver.wait()
+    libfsdp.load(f"{folder}/saved", sharded, optimizer)
+
+
+def export() -> None:
+    sharded, _ = trained()
+    for _ in libfsdp.full_weights(sharded, bucket_bytes=16):
+        pass
+    stream = iter(libfsdp.full_weights(sharded, bucket_bytes=16))
+    next(stream)
+    with pytest.raises(libfsdp.Error, match="was left open"):
+        sharded(torch.ones(2, 4))
+    with libfsdp.local_shards(sharded).reading():
+        wanted = [libfsdp.WantedBox("0.layer.weight", torch.empty(4, 4))]
+        libfsdp.transfer_plan(sharded, list(range(dist.get_world_size())), wanted=wanted).run()
+
+
+def check_replays() -> None:
+    sharded, optimizer = trained()
+    check = libfsdp.ReplayCheck(sharded, every=1)
+    check.run(lambda x: sharded(x).sum().backward(), torch.ones(2, 4))
+    optimizer.step()
+    check.remember_parameters()
+
+
+def use_custom_collectives() -> None:
+    sharded, _ = trained()
+    sharded[0].set_custom_all_gather(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+    sharded(torch.ones(2, 4)).sum().backward()
+
+
+def fail() -> None:
+    sharded, _ = trained()
+    sharded[1].fails = True
+    with suppress(ValueError):
+        sharded(torch.ones(2, 4))
+    with suppress(RuntimeError):
+        sharded[0](FailsInBackward.apply(torch.ones(2, 4))).sum().backward()
+    group = dist.new_group()
+    sharded = model(mesh=DeviceMesh.from_group(group, "cpu"))
+    with suppress(libfsdp.CommError):
+        sharded(torch.ones(2, 4)) if dist.get_rank() == 0 else list(libfsdp.full_weights(sharded))
+        raise AssertionError("the ranks have made different calls")
+    del sharded
+    dist.destroy_process_group(group)
+
+
+def held(at_most: tuple[int, int] | None = None) -> tuple[int, int, int]:
+    """Open files, threads, and bytes in memory; threads that nobody joins get time to end."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    until = time.monotonic() + 10
+    while True:
+        files, threads = (len(os.listdir(f"/proc/self/{of}")) for of in ("fd", "task"))
+        if at_most is None or (files, threads) <= at_most or time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return files, threads, pages * os.sysconf("SC_PAGESIZE")
+
+
+def cycle(rank: int, world: int, folder: str, count: int) -> list[tuple[int, int, int]]:
+    """What this rank holds after each world of ranks, in which it has done everything that makes groups, memory or threads."""
+    torch.set_num_threads(1)
+    kinds: list[Callable[[], object]] = [trained, use_meshes, use_groups_of_its_own, lambda: save_beside(folder), export]
+    kinds += [check_replays, use_custom_collectives, fail]
+    found: list[tuple[int, int, int]] = []
+    for i in range(count):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/world-{i}", rank=rank, world_size=world)
+        for use in kinds:
+            use()
+            dist.barrier()
+        dist.destroy_process_group()
+        found.append(held(found[1][:2] if i > 1 else None))
+    return found
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 4), at_night(4, 200)])
+def test_process_groups_that_come_and_go_leave_nothing(tmp_path: Path, world: int, count: int) -> None:
+    pools = [ProcessPoolExecutor(1, forking_context()) for _ in range(world)]
+    runs = [pool.submit(cycle, rank, world, str(tmp_path), count) for rank, pool in enumerate(pools)]
+    for run in runs:
+        found = run.result(timeout=7200)
+        assert [one[:2] for one in found[2:]] == [found[1][:2]] * (count - 2)
+        assert found[-1][2] - found[1][2] < count * 100_000, "torch's own groups leave 20 kB a cycle"
+    for pool in pools:
+        pool.shutdown()

@@ -85,7 +85,7 @@ def nccl(version: tuple[int, int, int] = (2, 28, 3)) -> Iterator[None]:
         return Backend.all.setdefault(id(backend), Backend(backend))
 
     with pytest.MonkeyPatch.context() as patch:
-        world = _mesh._worlds.setdefault(dist.distributed_c10d._get_default_group(), _mesh._OfWorld())
+        world = _mesh._own_world()
         patch.setattr(world, "meshes", {})
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
         patch.setattr(torch.cuda, "MemPool", Pool)
