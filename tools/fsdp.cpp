@@ -6,6 +6,7 @@
 #include <iostream>
 #include <map>
 
+#include "base/process.h"
 #include "checkpoint/printable.h"
 #include "fsdp/version.h"
 #include "subcommands.h"
@@ -27,6 +28,7 @@ constexpr Subcommand kSubcommands[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
+  fsdp::prepare_process();
   CLI::App app("Answers questions about training runs.", "fsdp");
   app.require_subcommand(1);
   app.footer("Exit codes: 0 all well, 1 something was found, 2 wrong option, or nothing to read.");

@@ -15,8 +15,8 @@ struct LaunchOptions {
 /// this prints its rank and message (exception text, exit code or signal) to stderr, ends the other ranks, and returns 1 (or the failing
 /// rank's exit code if it is not 0 or 1). A message that several ranks have is printed once. Ranks that failed only because of a peer are
 /// not printed, unless that peer has returned 0: this says so then. A rank also fails if it calls exit() before `fn` has returned, with
-/// whatever code, or if it returns less than 0 or more than 255. Throws Error if a rank can't be started, after it has ended those that
-/// were.
+/// whatever code, or if it returns less than 0 or more than 255. If a rank can't be started, this prints why, ends those that were, and
+/// returns 1.
 ///
 /// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. OMP_NUM_THREADS is set to cores / nproc (at least 1),
 /// unless it is set already. If this process is itself a rank (of torchrun, mpirun, srun), it calls `fn` and ignores `nproc`.

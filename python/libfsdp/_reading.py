@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from contextlib import contextmanager
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 # The threads that read a state's shards now, each as often as it does.
 _readers: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
 _readers_changed = threading.Condition()
+
+
+def _forget_other_threads() -> None:
+    """In a forked process, of which only the thread exists that has forked: the others' reads are their process's."""
+    global _readers, _readers_changed
+    own, known = threading.get_ident(), _readers
+    _readers, _readers_changed = weakref.WeakKeyDictionary(), threading.Condition()
+    for state, threads in known.items():
+        if own in threads:
+            _readers[state] = [thread for thread in threads if thread == own]
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 @contextmanager

@@ -29,8 +29,9 @@ void for_each_parameter(const engine::Unit& unit, const std::function<void(const
 void take_values(const at::Tensor& parameter, const at::Tensor& whole, const std::string& name) {
   if (parameter.is_alias_of(whole)) return;
   if (parameter.sizes() != whole.sizes()) {
-    std::cerr << "fsdp: within SummonFullParams, parameter '" << name << "' of shape " << whole.sizes() << " was given a value of shape "
-              << parameter.sizes() << ", which is dropped" << std::endl;
+    std::cerr << c10::str("fsdp: within SummonFullParams, parameter '", name, "' of shape ", whole.sizes(), " was given a value of shape ",
+                          parameter.sizes(), ", which is dropped\n")
+              << std::flush;
     return;
   }
   if (parameter.scalar_type() != whole.scalar_type()) {
@@ -98,7 +99,8 @@ void SummonFullParams::dismiss() noexcept {
       }
       engine->main().dismiss(*unit, writeback_ ? std::span<const at::Tensor>(whole) : std::span<const at::Tensor>());
     } catch (const std::exception& error) {
-      std::cerr << error.what() << std::endl;  // a destructor can't throw; the group that failed fails every later collective
+      std::cerr << std::string(error.what()) + "\n"
+                << std::flush;  // a destructor can't throw; the group that failed fails every later collective
     }
   }
 }

@@ -1,9 +1,11 @@
 #include <torch/extension.h>
 
+#include "base/process.h"
 #include "bindings/bindings.h"
 #include "fsdp/version.h"
 
 PYBIND11_MODULE(_C, module) {
+  fsdp::prepare_process();
   module.doc() = "The C++ engine of libfsdp. Python programs use the package's own names.";
   module.attr("version") = fsdp::version();
   // With the local build: "2.13.0+cpu" and "2.13.0+cu126" are different libraries.

@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/process.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -52,7 +53,10 @@ FileSystem& FileSystem::current() {
 ReplacedFileSystem::ReplacedFileSystem(FileSystem& files) { replacement = &files; }
 ReplacedFileSystem::~ReplacedFileSystem() { replacement = nullptr; }
 
-int FileSystem::open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
+int FileSystem::open(const char* path, int flags, mode_t mode) {
+  prepare_process();
+  return ::open(path, flags, mode);
+}
 ssize_t FileSystem::pwrite(int file, const void* data, std::size_t length, off_t offset) { return ::pwrite(file, data, length, offset); }
 ssize_t FileSystem::pread(int file, void* data, std::size_t length, off_t offset) { return ::pread(file, data, length, offset); }
 int FileSystem::start_writing(int file, off_t offset, off_t length) {

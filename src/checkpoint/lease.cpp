@@ -16,6 +16,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/process.h"
 #include "checkpoint/digits.h"
 #include "fsdp/error.h"
 
@@ -88,10 +89,7 @@ class HeldLeases {
   std::set<std::string> tokens_;
 };
 
-HeldLeases& held_leases() {
-  static HeldLeases leases;
-  return leases;
-}
+HeldLeases& held_leases() { return of_this_process<HeldLeases>(); }
 
 /// The value of a line; empty if there is no such line.
 std::string_view value_of(std::string_view text, const std::string& key) {

@@ -1,6 +1,7 @@
 #include "engine/main_parameters.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -71,6 +72,7 @@ void MainParameters::validate() const {
 void MainParameters::set_reader(std::future<void> read, std::thread::id thread) {
   reader_ = read.share();
   reader_thread_ = thread;
+  reader_process_ = getpid();
 }
 
 std::shared_future<void> MainParameters::reader() {
@@ -81,6 +83,8 @@ std::shared_future<void> MainParameters::reader() {
     throw Error(
         "main parameters are to be written by the thread that reads them (reading() of local_shards), which would wait for itself; end the "
         "reading first");
+  } else if (reader_process_ != getpid()) {
+    reader_ = {};  // The parent's thread reads the parent's memory, and does not exist here.
   }
   return reader_;
 }

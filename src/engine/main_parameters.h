@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <sys/types.h>
 
 #include <cstdint>
 #include <future>
@@ -86,6 +87,7 @@ class MainParameters {
   std::shared_future<void> reader_;           // invalid if there is no reader
   std::thread::id reader_thread_;
   bool exposed_ = false;
+  pid_t reader_process_ = 0;  // that the thread belongs to: a fork copies this object, and not the thread
 };
 
 }  // namespace fsdp::engine

@@ -15,6 +15,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/process.h"
 #include "events/event_memory.h"
 #include "events/program_stack.h"
 
@@ -148,6 +149,7 @@ std::uint32_t name_of(std::string_view text) {
 std::string_view text_of(std::uint32_t name) noexcept { return Memory::instance().now().text_of(name); }
 
 void keep_in_file(const std::filesystem::path& folder, std::int64_t rank, std::int64_t world_size) {
+  prepare_process();
   std::filesystem::create_directories(folder);
   const int file = make_file(file_of(folder, rank));
   EventMemory* next = nullptr;

@@ -228,7 +228,9 @@ std::optional<std::string> RankComparison::settle_dispute() const {
     line += " from the batch of rank " + std::to_string(global_ranks_[origin]);
     if (!verdict.decided) return line + " differ between " + ranks_text(verdict.right) + "; which are right can't be decided";
     line += " are wrong on " + ranks_text(verdict.wrong);
-    return verdict.right.empty() ? line + ", but not each time" : line + "; " + ranks_text(verdict.right) + " has found others";
+    return verdict.right.empty()
+               ? line + ", but not each time"
+               : line + "; " + ranks_text(verdict.right) + (verdict.right.size() == 1 ? " has" : " have") + " found others";
   }
   return std::nullopt;
 }

@@ -353,8 +353,9 @@ class Diagnosis {
     const bool one = without_file.size() == 1;
     return Why{.cause = Cause::kNoFile,
                .rank = one ? without_file.front() : -1,
-               .text = capital(names_of(waiting_.at(*unknown))) + " wait in " + text_of(*unknown) +
-                       ", which all ranks have called that have left a file. There is no file of " + names_of(without_file) +
+               .text = capital(names_of(waiting_.at(*unknown))) + (waiting_.at(*unknown).size() == 1 ? " waits" : " wait") + " in " +
+                       text_of(*unknown) + ", which all ranks have called that have left a file. There is no file of " +
+                       names_of(without_file) +
                        (one ? ": it is the one that the others wait for." : ": it is one of these that the others wait for.") +
                        last_common(*unknown)};
   }

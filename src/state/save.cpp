@@ -67,8 +67,13 @@ struct AsyncSaver::Impl {
         ranks(*engine, CheckpointRanks::Groups::kOwn),
         buffer(engine->options().device()) {}
 
+  void join() {
+    // The thread of a forked process's parent can't be joined.
+    if (thread.joinable()) process == getpid() ? thread.join() : thread.detach();
+  }
+
   void wait() {
-    if (thread.joinable()) thread.join();
+    join();
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
   }
 
@@ -97,14 +102,13 @@ struct AsyncSaver::Impl {
   // There is one thread per save, beside which training continues. It ends when the files are committed. `failure`, which it writes, is
   // read after it was joined.
   std::thread thread;
+  pid_t process = 0;  // that has started the thread
   std::exception_ptr failure;
 };
 
 AsyncSaver::AsyncSaver(torch::nn::Module& module, Optimizer* optimizer) : impl_(std::make_unique<Impl>(module, optimizer)) {}
 
-AsyncSaver::~AsyncSaver() {
-  if (impl_->thread.joinable()) impl_->thread.join();
-}
+AsyncSaver::~AsyncSaver() { impl_->join(); }
 
 void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOptions options) {
   impl_->wait();
@@ -116,6 +120,7 @@ void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOpti
   auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);
   std::promise<void> copied;
   impl_->engine->main().set_reader(copied.get_future());
+  impl_->process = getpid();
   impl_->thread = std::thread([impl = impl_.get(), target, options, snapshot = std::move(snapshot), copied = std::move(copied),
                                phases]() mutable { impl->finish(snapshot, std::move(copied), target, options, phases); });
 }

@@ -131,7 +131,7 @@ class AsyncSaver:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Makes a process group of its own. Collective.
+        """Makes connections of its own between the ranks. Collective.
 
         Args:
             model: sharded by ``fully_shard``.

@@ -128,7 +128,7 @@ GroupCommunicator::~GroupCommunicator() {
   try {
     compare_calls(group_->begin(kEndOfTraining, 0, 0), kEndOfTraining);
   } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
+    std::cerr << std::string(error.what()) + "\n" << std::flush;
   }
 }
 

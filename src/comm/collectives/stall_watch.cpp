@@ -7,17 +7,17 @@
 #include <utility>
 #include <vector>
 
+#include "base/process.h"
 #include "comm/collectives/group.h"
 
 namespace fsdp::comm {
 
 class StallWatch::Thread {
  public:
-  Thread() { std::thread(&Thread::run, this).detach(); }
-
   void add(StallWatch& wait) {
     const std::lock_guard<std::mutex> lock(mutex_);
     waits_.push_back(&wait);
+    if (!std::exchange(runs_, true)) std::thread(&Thread::run, this).detach();
   }
 
   void remove(StallWatch& wait) {
@@ -45,13 +45,10 @@ class StallWatch::Thread {
 
   std::mutex mutex_;
   std::vector<StallWatch*> waits_;
+  bool runs_ = false;
 };
 
-// Never destroyed: its thread lives as long as the process.
-StallWatch::Thread& StallWatch::thread() {
-  static Thread& thread = *new Thread();
-  return thread;
-}
+StallWatch::Thread& StallWatch::thread() { return of_this_process<Thread>(); }
 
 StallWatch::StallWatch(Group& group, c10d::Work& work, int peer) : group_(group), work_(work), peer_(peer) { thread().add(*this); }
 

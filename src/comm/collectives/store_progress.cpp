@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/process.h"
 #include "events/event_ring.h"
 
 namespace fsdp::comm {
@@ -43,12 +44,11 @@ std::vector<std::uint8_t> to_bytes(const std::string& text) { return {text.begin
 /// The thread of this process that looks for questions, in all stores in which it may answer.
 class StoreProgress::Thread {
  public:
-  Thread() { std::thread(&Thread::run, this).detach(); }
-
   void add(const std::shared_ptr<StoreProgress>& progress) {
     const std::lock_guard<std::mutex> lock(mutex_);
     all_.push_back(progress);
     interval_ = std::min(interval_, progress->interval_);
+    if (!std::exchange(runs_, true)) std::thread(&Thread::run, this).detach();
   }
 
  private:
@@ -74,13 +74,10 @@ class StoreProgress::Thread {
   std::mutex mutex_;
   std::vector<std::weak_ptr<StoreProgress>> all_;
   milliseconds interval_ = std::chrono::seconds(5);
+  bool runs_ = false;
 };
 
-// Never destroyed: its thread lives as long as the process.
-StoreProgress::Thread& StoreProgress::thread() {
-  static Thread& thread = *new Thread();
-  return thread;
-}
+StoreProgress::Thread& StoreProgress::thread() { return of_this_process<Thread>(); }
 
 StoreProgress::StoreProgress(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, milliseconds interval)
     : store_(std::move(store)), rank_(rank), interval_(interval), is_usable_(store_ != nullptr && store_->hasExtendedApi()) {}

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -20,6 +19,7 @@
 #include <string>
 #include <utility>
 
+#include "base/process.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -30,13 +30,7 @@ struct Current {
   std::weak_ptr<HostMemory> host_memory;
 };
 
-// A forked process gets an object of its own, because a thread of the parent may have held the mutex.
-Current& current() {
-  static auto* current = new Current();
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new Current(); });
-  if (registered != 0) throw Error("pthread_atfork failed");
-  return *current;
-}
+Current& current() { return of_this_process<Current>(); }
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free,
               "processes share atomics");

@@ -1,7 +1,5 @@
 #include "comm/host_memory/progress.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -11,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/process.h"
 #include "comm/host_memory/host_memory.h"
 
 namespace fsdp::comm {
@@ -54,12 +53,7 @@ class Words {
 /// The collectives of this process that are under way, and the thread that advances them when a peer asks for it.
 class AdvancingCollectives {
  public:
-  // Never destroyed: its thread lives as long as the process. A forked process begins with one of its own.
-  static AdvancingCollectives& current() {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { current_ = new AdvancingCollectives(); });
-    if (registered != 0) throw std::runtime_error("pthread_atfork failed");
-    return *current_;
-  }
+  static AdvancingCollectives& current() { return of_this_process<AdvancingCollectives>(); }
 
   void add(AdvancingCollective& collective) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -107,15 +101,11 @@ class AdvancingCollectives {
     }
   }
 
-  static AdvancingCollectives* current_;
-
   std::mutex mutex_;
   std::vector<AdvancingCollective*> under_way_;  // in the order in which they have begun
   bool started_ = false;
   std::atomic<std::uint32_t> changed_{0};
 };
-
-AdvancingCollectives* AdvancingCollectives::current_ = new AdvancingCollectives();
 
 }  // namespace
 

@@ -35,8 +35,9 @@ constexpr int kVerdict = 0x20000003;
 void say_once(const std::string& reason) {
   static std::once_flag said;
   std::call_once(said, [&] {
-    std::cerr << "libfsdp: the ranks of this host do not share memory, and send messages instead: " << reason
-              << ". FSDP_SHARED_MEMORY=0 turns the attempt off." << std::endl;
+    std::cerr << "libfsdp: the ranks of this host do not share memory, and send messages instead: " + reason +
+                     ". FSDP_SHARED_MEMORY=0 turns the attempt off.\n"
+              << std::flush;
   });
 }
 

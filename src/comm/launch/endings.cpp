@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/process.h"
 #include "base/stable_hash.h"
 #include "events/event_ring.h"
 
@@ -23,11 +24,8 @@ struct EndingBoard {
   bool told = false;
 };
 
-// Never destroyed: ranks end while static objects go.
-EndingBoard& board() {
-  static EndingBoard& board = *new EndingBoard();
-  return board;
-}
+/// A forked process does not say how the rank ends.
+EndingBoard& board() { return of_this_process<EndingBoard>(); }
 
 std::string ending_key(std::int64_t rank) { return "fsdp/ending/" + std::to_string(rank); }
 

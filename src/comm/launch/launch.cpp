@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "base/exception_text.h"
+#include "base/process.h"
 #include "comm/launch/descriptor.h"
 #include "comm/launch/endings.h"
 #include "comm/launch/launch.h"
@@ -395,33 +396,41 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails&
   static std::optional<ProgramCopy> copy = take_own_copy();
   static std::vector<int> results;  // The results of the launches so far; in a copy, those of the launches that it skips.
   if (!copy && fsdp::is_launched()) return run_here(fn);
-  if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
   if (copy) {
     if (results.size() < copy->earlier_results.size()) return results.emplace_back(copy->earlier_results[results.size()]);
     run_rank(fn, std::exchange(copy, std::nullopt)->report_fd, details);
   }
 
+  const std::vector<int> earlier_results = results;
+  results.push_back(1);  // If no rank can be started, this call has failed in the copies of later ones, too.
+  if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
+  prepare_process();  // The streams of ranks take the numbers of standard streams.
   const bool can_fork = is_single_threaded();
   // A forked copy would print what is still buffered a second time.
   std::cout.flush();
   std::fflush(nullptr);
-  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details, can_fork, results);
+  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details, can_fork, earlier_results);
   int ended_by = 0;
   int result = 0;
   {
     SignalForwarder signals;
     const auto failures = supervise(ranks, signals, details);
     ended_by = signals.ended_by(failures);
-    if (ended_by == 0) result = report_failures(ranks, failures, can_fork ? 0 : results.size() + 1, details.grace);
+    if (ended_by == 0) result = report_failures(ranks, failures, can_fork ? 0 : results.size(), details.grace);
   }
   if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
-  return results.emplace_back(result);
+  return results.back() = result;
 }
 
 }  // namespace comm
 
 int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options) {
-  return comm::launch_ranks(nproc, fn, {.prefix_output = options.prefix_output});
+  try {
+    return comm::launch_ranks(nproc, fn, {.prefix_output = options.prefix_output});
+  } catch (const Error& error) {
+    std::cerr << std::string(error.what()) + "\n" << std::flush;
+    return 1;
+  }
 }
 
 bool is_launched() { return comm::is_launched(comm::process_environment); }

@@ -65,13 +65,13 @@ int report_failures(const std::vector<RankProcess>& ranks, const std::vector<Ran
       if (result == 0 || result == 1) result = std::max(code, 1);
     }
   }
-  for (const auto& [text, of] : messages) std::cerr << names_of_ranks(of) << text << "\n";
+  for (const auto& [text, of] : messages) std::cerr << names_of_ranks(of) + text + "\n";
   if (noticed) {
     std::vector<std::int64_t> ended;
     for (const RankProcess& process : ranks) {
       if (!process.failed()) ended.push_back(process.rank);
     }
-    if (!ended.empty()) std::cerr << describe_ended(ended) << "\n";
+    if (!ended.empty()) std::cerr << describe_ended(ended) + "\n";
   }
   std::cerr.flush();
   return result;

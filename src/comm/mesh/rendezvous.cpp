@@ -15,6 +15,7 @@
 #endif
 
 #include "base/exception_text.h"
+#include "base/process.h"
 #include "comm/launch/endings.h"
 
 namespace fsdp::comm {
@@ -45,24 +46,26 @@ c10::intrusive_ptr<c10d::Store> connect_store(const World& world, std::chrono::m
   }
 }
 
-// Gloo and the store write to sockets without MSG_NOSIGNAL: where a peer has died, that would end this process without a word, instead
-// of failing the collective with the peer's name. Python programs ignore the signal from the start. A handler of the program's own stays.
-void ignore_broken_pipes() {
-  struct sigaction action = {};
-  if (sigaction(SIGPIPE, nullptr, &action) == 0 && (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL) {
-    action.sa_handler = SIG_IGN;
-    sigaction(SIGPIPE, &action, nullptr);
-  }
+void prepare_for_sockets() {
+  prepare_process();
+  // Gloo and the store write to sockets without MSG_NOSIGNAL: where a peer has died, that would end this process without a word, instead
+  // of failing the collective with the peer's name. Python programs ignore the signal from the start.
+  ignore_signal(SIGPIPE);
 }
+
+/// The store of launchers' ranks. A forked process is no rank of them, and would use its parent's connection.
+struct WorldStore {
+  std::mutex mutex;  // Two threads may make their process's first meshes at once.
+  c10::intrusive_ptr<c10d::Store> store;
+};
 
 // One store serves all meshes of the process: its server can't be closed and opened again while other ranks still use it. It is never
 // destroyed, since its thread can't be joined safely among the destructors of static objects.
 c10::intrusive_ptr<c10d::Store> world_store(const World& world, std::chrono::milliseconds timeout) {
-  static std::mutex mutex;  // Two threads may make their process's first meshes at once.
-  static auto& store = *new c10::intrusive_ptr<c10d::Store>();
+  auto& [mutex, store] = of_this_process<WorldStore>();
   const std::lock_guard<std::mutex> lock(mutex);
   if (!store) {
-    ignore_broken_pipes();
+    prepare_for_sockets();
     store = connect_store(world, timeout);
     if (world.agent_store) tell_endings_by(store, world.rank);
   }
@@ -132,7 +135,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank,
                        std::chrono::milliseconds timeout)
     : world_(world_of(rank, world_size)), timeout_(timeout) {
   if (world_size == 1) return;
-  ignore_broken_pipes();
+  prepare_for_sockets();
   if (is_served_by_agent(process_environment)) tell_endings_by(store, rank);
   common_ = std::move(store);
   store_ = c10::make_intrusive<c10d::PrefixStore>(std::move(prefix), common_);

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/files.h"
 #include "comm/launch/endings.h"
 #include "comm/launch/launch.h"
 #include "fsdp/device_mesh.h"
@@ -22,6 +23,8 @@
 #include "fsdp/launch.h"
 #include "support/messages.h"
 #include "support/program.h"
+#include "support/python_peer.h"
+#include "support/temporary_folder.h"
 
 namespace launch_messages_test {
 
@@ -151,6 +154,49 @@ TEST(LaunchMessages, LinesComeAtOnce) {
   kill(program, SIGKILL);
   close(seen[0]);
   waitpid(program, nullptr, 0);
+}
+
+/// Runs `body` in a process whose standard streams are closed where the bits of `closed` say so.
+int without_streams(int closed, const std::function<int()>& body) {
+  const pid_t program = fork();
+  if (program == 0) {
+    alarm(60);
+    for (int stream = 0; stream < 3; ++stream) {
+      if ((closed >> stream & 1) != 0) close(stream);
+    }
+    _exit(body());
+  }
+  int status = 0;
+  waitpid(program, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// The pipes and sockets of the launch would have the numbers of the streams, which the ranks' pipes replace.
+TEST(LaunchMessages, StreamsMayBeClosed) {
+  const auto train = [] {
+    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    std::cout << "a line" << std::endl;
+    std::cerr << "another" << std::endl;
+    return mesh.sum(1) == 2 ? 0 : 1;
+  };
+  for (int closed = 1; closed < 8; ++closed) {
+    for (const bool prefix : {false, true}) {
+      EXPECT_EQ(without_streams(closed, [&] { return fsdp::launch_local(2, train, {.prefix_output = prefix}); }), 0) << closed << prefix;
+    }
+  }
+}
+
+TEST(LaunchMessages, FilesAreNoStandardStreams) {
+  const fsdp::testing::TemporaryFolder folder;
+  const auto write = [&] {
+    auto file = fsdp::ckpt::File::create(folder.path() / "file");
+    std::printf("printed");
+    std::fflush(stdout);
+    file.close();
+    return 0;
+  };
+  EXPECT_EQ(without_streams(7, write), 0);
+  EXPECT_EQ(fsdp::testing::read_file(folder.path() / "file"), "");
 }
 
 TEST(LaunchMessagesPrograms, DISABLED_WithThreads) {

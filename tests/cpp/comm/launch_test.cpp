@@ -98,7 +98,9 @@ TEST(Launch, InARankOfAnotherLauncherPrintsTheException) {
 }
 
 TEST(Launch, RejectsNoRanks) {
-  EXPECT_THROW(launch_local(0, [] { return 0; }), Error);
+  CaptureStderr();
+  EXPECT_EQ(launch_local(0, [] { return 0; }), 1);
+  EXPECT_EQ(GetCapturedStderr(), "launch_local: nproc is 0; at least one rank is needed\n");
 }
 
 TEST(Launch, ReturnsTheExitCodeOfTheRankThatFailed) {
@@ -414,7 +416,7 @@ TEST(LaunchPrograms, DISABLED_LaunchesSeveralTimes) {
   EXPECT_EQ(launch_local(2, say("first", 3)), 3);
   const SecondThread thread;
   const int second = launch_local(2, say("second", 4));
-  EXPECT_THROW(launch_local(0, say("none", 0)), Error);
+  EXPECT_EQ(launch_local(0, say("none", 0)), 1);
   if (second == 4) {
     EXPECT_EQ(launch_local(2, say("third", 0)), 0);
   }

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -184,6 +186,19 @@ TEST(EventFile, IsThereAfterTheProcessWasKilled) {
   ASSERT_FALSE(sources.empty());
   EXPECT_EQ(sources.back().first, events[0].source);
   EXPECT_EQ(memory->text_of(sources.back().second), "dp_shard 0-3");
+}
+
+TEST(EventFile, BeyondTheLimitOfSizesIsAnError) {
+  const TemporaryFolder folder;
+  const int status = in_child([&] {
+    const rlimit limit{.rlim_cur = 4096, .rlim_max = 4096};
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    EXPECT_THROW(fsdp::events::keep_in_file(folder.path(), 0, 1), std::system_error);
+    setenv("FSDP_EVENTS", folder.path().c_str(), 1);
+    fsdp::events::keep_in_file_if_asked(0, 1);  // The run goes on.
+  });
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(EventFile, IsNotThatOfAForkedProcess) {

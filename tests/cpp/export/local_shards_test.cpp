@@ -3,7 +3,9 @@
 #include "fsdp/local_shards.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -188,6 +190,65 @@ void expect_waits(Training& training, const char* what, const std::function<void
     for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(same_bits(before[i], after[i]));
   }
   written.get();
+}
+
+/// How a forked process ends that calls `body`.
+int in_child(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    body();
+    _exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+TEST(LocalShards, InAForkedProcessOnlyTheThreadReadsThatHasForked) {
+  run_ranks(2, [](int rank) {
+    Training training;
+    fsdp::testing::stack_loss(training.model, 1, rank).backward();
+    const auto shards = fsdp::local_shards(*training.model);
+    const auto step = [&] { training.optimizer->step(); };
+    std::promise<void> begun, ends;
+    std::thread reader([&] {
+      const auto reading = shards.reading();
+      begun.set_value();
+      ends.get_future().wait();
+    });
+    begun.get_future().wait();
+    EXPECT_EQ(in_child(step), 0);
+    ends.set_value();
+    reader.join();
+    const auto reading = shards.reading();
+    EXPECT_EQ(in_child([&] { EXPECT_TRUE(has(message_of(step), "by the thread that reads them")); }), 0);
+  });
+}
+
+/// What a saver's thread still holds in the parent, the child drops.
+TEST(LocalShards, AForkedProcessDropsWhatASaverWrites) {
+  fsdp::testing::TemporaryFolder folder;
+  run_ranks(1, [&](int) {
+    Training training;
+    training.train(0, 1);
+    auto saver = std::make_unique<fsdp::AsyncSaver>(*training.model, training.optimizer.get());
+    std::promise<void> goes_on;
+    const auto wait = goes_on.get_future().share();
+    const auto report = [&](const fsdp::PhaseReport& phase) {
+      if (phase.phase != fsdp::Phase::kCollect) wait.wait();
+    };
+    saver->save((folder.path() / "1").string(), {}, {.on_phase = report});
+    EXPECT_EQ(in_child([&] {
+                saver->wait();
+                saver.reset();
+                fsdp::save((folder.path() / "2").string(), *training.model);
+              }),
+              0);
+    goes_on.set_value();
+    saver->wait();
+    for (const char* of : {"1", "2"}) fsdp::load((folder.path() / of).string(), *training.model);
+  });
 }
 
 TEST(LocalShards, WritersWaitForReaders) {

@@ -28,6 +28,7 @@ def forget_meshes(patch: pytest.MonkeyPatch) -> None:
     """Of this world, for as long as the patch lasts."""
     world = _mesh._own_world()
     patch.setattr(world, "meshes", {})
+    patch.setattr(world, "groups", {})
 
 
 @contextmanager

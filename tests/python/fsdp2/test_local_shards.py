@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -182,6 +184,52 @@ def writers_wait() -> None:
 
 def test_writers_wait_for_readers(ranks: StartRanks) -> None:
     ranks(2).run(writers_wait)
+
+
+def fork_while_reading() -> None:
+    """In the child of a fork, only the thread reads that has forked."""
+    model = nn.Linear(8, 16, device=device.TYPE)
+    libfsdp.fully_shard(model)
+    shards = libfsdp.local_shards(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    reads, ends = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with shards.reading():
+            reads.set()
+            ends.wait()
+
+    def in_child(work: Callable[[], object]) -> int:
+        process = os.fork()
+        if process == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            try:
+                work()
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+    def refused() -> None:
+        with pytest.raises(libfsdp.Error, match="by the thread that reads them"):
+            optimizer.step()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reads.wait()
+    assert in_child(optimizer.step) == 0
+    with shards.reading():
+        assert in_child(refused) == 0
+    ends.set()
+    reader.join()
+    optimizer.step()
+
+
+def test_a_fork_while_a_thread_reads(ranks: StartRanks) -> None:
+    ranks(2).run(fork_while_reading)
 
 
 def refusals() -> None:
