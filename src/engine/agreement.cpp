@@ -36,8 +36,7 @@ std::string describe_values(const std::vector<Unit*>& units, const comm::Ranks& 
         return std::string("ranks 0 and ").append(std::to_string(rank)) + " of " + std::to_string(ranks.size()) +
                " began with different values of parameter '" + parameter.name + "' of unit '" + unit->name +
                "', and nothing has been written to it since: each rank has its rows of its own values. Seed all ranks alike before the "
-               "model "
-               "is made, or load or broadcast values before the first forward. With check_initial_values=True this is an error of "
+               "model is made, or load or broadcast values before the first forward. With check_initial_values this is an error of "
                "fully_shard";
       }
     }

@@ -13,6 +13,7 @@
 #include "comm/mesh/ranks.h"
 #include "deferred/deferred_record.h"
 #include "engine/agreement.h"
+#include "engine/tensor_bytes.h"
 #include "fsdp/error.h"
 #include "fully_shard/budget_choice.h"
 #include "memory/device_memory.h"
@@ -107,6 +108,23 @@ class ModelNumbers {
   std::vector<std::pair<std::vector<std::shared_ptr<comm::Communicator>>, std::uint64_t>> known_;
 };
 
+/// Warns if the ranks began with different values, unless the program has written others since. `texts`: the checksums of each unit.
+/// Collective.
+void compare_initial_values(Engine& engine, std::vector<engine::UnitText> texts) {
+  const bool untouched = engine.main().may_be_lost();
+  for (std::size_t k = 0; k < texts.size(); ++k) {
+    const auto& unit = *engine.units()[k];
+    auto& checksums = texts[k].first_values;
+    const bool has_all = unit.replicated_parameters() && !unit.has_separate_main();  // Writes to these are not noticed.
+    for (std::size_t i = 0; i < checksums.size(); ++i) {
+      if (has_all) checksums[i] = engine::checksum(unit.whole_parameter(unit.whole.buffer.parts, i), engine::kSampledElements);
+      if (!has_all && !untouched) checksums[i] = 0;
+    }
+  }
+  const auto warning = engine::agree(engine.units(), texts);
+  if (!warning.empty()) TORCH_WARN("fsdp: ", warning);
+}
+
 }  // namespace
 
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
@@ -143,6 +161,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
                                                                      .memory_choice = budgeted});
   const auto model = std::make_shared<paging::PagedModel>();
   Steps filling;
+  std::vector<engine::UnitText> initial;
   for (std::size_t k = 0; k < draft.plans.size(); ++k) {
     auto& plan = draft.plans[k];
     const auto communicators =
@@ -154,8 +173,8 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     storage->engine = engine.get();
     storage->model = model;
     unit.allocate_main(engine->accounting());
-    std::vector<std::int64_t> checksums;
-    filling.run([&] { shard::fill_main(unit, plan, options.initial_values, options.check_initial_values ? &checksums : nullptr); });
+    auto& checksums = initial.emplace_back().first_values;
+    filling.run([&] { shard::fill_main(unit, plan, options, checksums); });
     if (options.check_initial_values) filling.run([&] { shard::expect_same_values(plan, checksums); });
     // Frees the original memory unit by unit, unless the program still holds it.
     for (std::size_t i = 0; i < plan.parameters.size(); ++i) paging::page(plan.parameters[i].second, engine, unit, i);
@@ -166,6 +185,10 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   compare_everywhere(options.mesh, draft.tensor_parallel, filling.text(), filling.text());
   filling.rethrow();
   model->validate = api::check_of_registrations(module);
+  // Until then the program may have loaded others.
+  if (options.initial_values == InitialValues::kOwn && !options.check_initial_values) {
+    model->after_first_backward = [&owner = *engine, initial = std::move(initial)] { compare_initial_values(owner, initial); };
+  }
   return FSDPModule(engine, 0);
 }
 

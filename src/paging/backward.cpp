@@ -1,5 +1,7 @@
 #include "paging/backward.h"
 
+#include <utility>
+
 #include "paging/paged_model.h"
 #include "paging/warnings.h"
 #include "trigger/autograd_pass.h"
@@ -22,6 +24,7 @@ void watch_backward(const std::shared_ptr<engine::Engine>& engine) {
     auto& model = PagedModel::of(*engine);
     model.gate.alone([&] { engine->end_backward(); });
     model.validated = false;
+    if (const auto call = std::exchange(model.after_first_backward, {})) call();
     if (of == engine::BackwardOf::kAllLeaves) warn_of_unused(*engine);
   });
 }

@@ -17,6 +17,8 @@ struct PagedModel {
   /// sharded. May be empty.
   std::function<void()> validate;
   std::atomic<bool> validated = false;
+  /// Called once, when the first backward has ended. May be empty.
+  std::function<void()> after_first_backward;
   std::atomic<bool> warned_of_grad = false;
   std::atomic<bool> checked_unused = false;
 };

@@ -31,9 +31,9 @@ at::Tensor main_of(const Unit& unit, const Unit::MainSlice& slice) {
   return unit.main.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel);
 }
 
-void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::vector<std::int64_t>* checksums) {
+void fill_from_own(Unit& unit, std::span<const at::Tensor> parameters, std::int64_t summed, std::vector<std::int64_t>& checksums) {
   deferred::for_each_value(parameters, [&](std::size_t i, const at::Tensor& value) {
-    if (checksums != nullptr) (*checksums)[i] = engine::checksum(value);
+    checksums[i] = engine::checksum(value, summed);
     const auto flat = value.reshape({-1});
     if (unit.state() == engine::ParameterState::kPresent) {  // Replicated, and main parameters are regions of the whole ones.
       const auto& position = unit.layout.positions()[i];
@@ -151,13 +151,14 @@ void send_buffers(const std::vector<at::Tensor>& buffers, const Unit& unit, comm
 
 }  // namespace
 
-void fill_main(Unit& unit, const UnitPlan& plan, InitialValues from, std::vector<std::int64_t>* checksums) {
+void fill_main(Unit& unit, const UnitPlan& plan, const FullyShardOptions& options, std::vector<std::int64_t>& checksums) {
   std::vector<at::Tensor> parameters;
   for (const auto& [name, parameter] : plan.parameters) parameters.push_back(parameter);
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
-  if (checksums != nullptr) checksums->assign(parameters.size(), 0);
-  if (from == InitialValues::kOwn) fill_from_own(unit, parameters, checksums);
-  if (from == InitialValues::kFromRank0) fill_from_first_rank(unit, parameters);
+  checksums.assign(parameters.size(), 0);
+  const auto summed = options.check_initial_values ? 0 : engine::kSampledElements;
+  if (options.initial_values == InitialValues::kOwn) fill_from_own(unit, parameters, summed, checksums);
+  if (options.initial_values == InitialValues::kFromRank0) fill_from_first_rank(unit, parameters);
 }
 
 void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& checksums) {

@@ -16,8 +16,9 @@ namespace fsdp::shard {
 
 /// Fills the main parameters of a unit, whose memory is zero, with the values of the parameters in its plan. Collective over the unit's
 /// ranks if the values come from its first rank, which then holds the whole unit for a moment. An error with this rank's own values is
-/// thrown after the rank has taken part. `checksums`, if not null, gets the checksums of the rank's own values (kOwn), one per parameter.
-void fill_main(engine::Unit& unit, const UnitPlan& plan, InitialValues from, std::vector<std::int64_t>* checksums = nullptr);
+/// thrown after the rank has taken part. `checksums` gets the checksums of the rank's own values (kOwn), one per parameter: of all elements
+/// with check_initial_values, otherwise of engine::kSampledElements.
+void fill_main(engine::Unit& unit, const UnitPlan& plan, const FullyShardOptions& options, std::vector<std::int64_t>& checksums);
 
 /// Compares the checksums of the unit's parameters over the ranks of its mesh. Collective over these ranks. Throws Error on all of them if
 /// checksums differ.

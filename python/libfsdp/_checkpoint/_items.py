@@ -29,9 +29,8 @@ class Item:
         shape: the shape of the whole tensor.
         offsets: the offsets of the box that this rank holds.
         values: the values of that box, as a view into the state.
-        writes: whether this rank writes its part: it is the only rank that holds the part, or the one of several that
-            writes it.
-        everywhere: whether each rank that has the name holds all of it. The first of those that may write it does so.
+        writes: whether this rank may write its part. Of the ranks of the tensor's mesh that hold the part, one may.
+        ranks: the number of ranks of the tensor's mesh; 1 for a plain tensor. Ranks outside of it may hold the same part.
     """
 
     path: tuple[str, ...]
@@ -39,11 +38,16 @@ class Item:
     offsets: list[int]
     values: torch.Tensor
     writes: bool = True
-    everywhere: bool = False
+    ranks: int = 1
 
     @property
     def key(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def part(self) -> str:
+        """Names the part that this rank holds: equal on ranks that hold the same part. Each rank has all of a plain tensor."""
+        return self.key if self.ranks == 1 else f"{self.key} {self.offsets} {list(self.values.shape)}"
 
 
 @dataclass
@@ -141,20 +145,20 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
     local = values_of(key, tensor)
     shape = list(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Item(path, shape, [0] * len(shape), local, everywhere=True)
+        return Item(path, shape, [0] * len(shape), local)
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return Item(path, shape, [0] * len(shape), local, writes=False)
     # By the protocol of torch.distributed.checkpoint, uneven parts tell where they lie.
     chunks = tensor.__create_chunk_list__()
     if local.numel() == 0:
-        return Item(path, shape, [0] * len(shape), local, writes=0 in shape)
+        return Item(path, shape, [0] * len(shape), local, 0 in shape, mesh.size())
     if len(chunks) != 1 or list(chunks[0].sizes) != list(local.shape):
         raise _C.Error(f"'{key}': this rank's part is no box of the tensor; use torch.distributed.checkpoint")
     # If several ranks hold the same part, the first one writes it.
     replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     writes = all(mesh.get_local_rank(d) == 0 for d in replicas)
-    return Item(path, shape, list(chunks[0].offsets), local, writes=writes)
+    return Item(path, shape, list(chunks[0].offsets), local, writes, mesh.size())
 
 
 @dataclass
@@ -207,7 +211,7 @@ def _add_state(found: OptimizerState, path: tuple[str, ...], p: nn.Parameter, va
         found.values[path] = value
         return
     item = item_of(path, value)
-    if isinstance(p, DTensor) and item.everywhere:
+    if isinstance(p, DTensor) and not isinstance(value, DTensor):
         if value.numel() > 1 and any(not isinstance(placement, Replicate) for placement in p.placements):
             raise _C.Error(
                 f"'{item.key}' is a plain tensor beside a sharded parameter: it does not say which part of the whole it is; use "

@@ -243,9 +243,11 @@ def _collect(
     items = of_model.items + of_optimizer.items
     values: dict[tuple[str, ...], Any] = {("model", key.removeprefix("model.")): v for key, v in of_model.extra.items()}
     values |= of_optimizer.values
-    # If several ranks have the whole of an item, the first one writes it. Ranks of a pipeline have other names, and
-    # other groups.
-    mine = [item.key for item in items if item.everywhere and item.writes] + [".".join(path) for path in values]
+    # If ranks outside of a tensor's mesh have the same part of it (other tensor-parallel ranks, if the tensor is not cut by them), the
+    # first one writes it. Ranks of a pipeline have other names, and other groups.
+    shared = [item.writes and item.ranks < together.size for item in items]
+    mine = [item.part for item, is_shared in zip(items, shared, strict=True) if is_shared]
+    mine += [".".join(path) for path in values]
     every = together.exchange([mine, of_optimizer.groups], "checkpoint: names")
     first_of: dict[str, int] = {}
     for rank, (keys, _) in enumerate(every):
@@ -256,8 +258,8 @@ def _collect(
         check_values(extra=of_program.extra, rank_extra=of_program.rank_extra)
         check_metric(metric)
         parts = _C.Snapshot()
-        for item in items:
-            if item.writes and (not item.everywhere or first_of[item.key] == together.index):
+        for item, is_shared in zip(items, shared, strict=True):
+            if first_of[item.part] == together.index if is_shared else item.writes:
                 parts.add_tensor(item.path, item.shape, item.offsets, item.values)
         for path, value in values.items():
             if first_of[".".join(path)] == together.index:

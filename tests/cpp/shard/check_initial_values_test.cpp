@@ -9,6 +9,7 @@
 #include <string>
 
 #include "fsdp/fsdp.h"
+#include "support/collected_warnings.h"
 #include "support/twins.h"
 
 namespace fsdp {
@@ -116,14 +117,68 @@ TEST(CheckInitialValues, IsForOwnValuesOnly) {
   });
 }
 
-/// Without it, nobody looks.
-TEST(CheckInitialValues, IsOffByDefault) {
-  testing::run_ranks(2, [](int rank) {
-    const auto model = make_net();
+/// A net whose weight 'second' is `value`, sharded and trained for two backwards, with the warnings of these.
+std::string warnings_of(FullyShardOptions options, double value, const std::function<void(Net&)>& write = [](Net&) {}) {
+  const auto model = make_net();
+  {
     const torch::NoGradGuard no_grad;
-    model->first->weight.fill_(rank);
-    auto sharded = fully_shard(*model, {.mesh = line(), .units = each_linear()});
-    EXPECT_EQ(sharded.full_parameters()[0].second.sum().item<double>(), 12);  // rank 1 has given the last 12 of its 60 elements
+    model->second->weight.fill_(value);
+  }
+  options.units = each_linear();
+  const auto sharded = fully_shard(*model, options);
+  write(*model);
+  const testing::CollectedWarnings warnings;
+  for (int i = 0; i < 2; ++i) model->forward(at::ones({1, 6})).sum().backward();
+  return warnings.text();
+}
+
+/// Without it, ranks that were seeded differently are warned once.
+TEST(CheckInitialValues, WarnsByDefault) {
+  testing::run_ranks(2, [](int rank) {
+    for (const auto& strategy : all_strategies()) {
+      const auto of = [&](InitialValues from) {
+        return FullyShardOptions{.mesh = line(), .placements = Placements::from_name(strategy), .initial_values = from};
+      };
+      const auto text = warnings_of(of(InitialValues::kOwn), rank);
+      EXPECT_TRUE(has(text, "ranks 0 and 1 of 2 began with different values of parameter 'second.weight' of unit 'second'")) << strategy;
+      EXPECT_EQ(text.find("began with"), text.rfind("began with")) << text;
+      EXPECT_EQ(warnings_of(of(InitialValues::kOwn), 1), "") << strategy;
+      EXPECT_EQ(warnings_of(of(InitialValues::kFromRank0), rank), "") << strategy;
+    }
+    const auto bfloat16 = FullyShardOptions{.mesh = line(), .mixed_precision = MixedPrecisionPolicy{.param_dtype = at::kBFloat16}};
+    EXPECT_TRUE(has(warnings_of(bfloat16, rank), "'second.weight'"));
+  });
+}
+
+/// Values that the program has written count as its own, whatever the module began with.
+TEST(CheckInitialValues, DoesNotWarnOfValuesThatWereWrittenSince) {
+  testing::run_ranks(2, [](int rank) {
+    for (const auto& strategy : all_strategies()) {
+      const FullyShardOptions options{.mesh = line(), .placements = Placements::from_name(strategy)};
+      const auto by_operator = [](Net& net) {
+        const torch::NoGradGuard no_grad;
+        net.second->weight.fill_(3);
+      };
+      EXPECT_EQ(warnings_of(options, rank, by_operator), "") << strategy;
+      const auto in_summon = [&](Net& net) {
+        const SummonFullParams guard(net);
+        by_operator(net);
+      };
+      EXPECT_EQ(warnings_of(options, rank, in_summon), "") << strategy;
+    }
+  });
+}
+
+/// Experts on ranks of their own may differ.
+TEST(CheckInitialValues, WarnsOfTheMeshOfEachUnit) {
+  testing::run_ranks(4, [](int rank) {
+    const auto grid = plane();
+    FullyShardOptions options{.mesh = grid};
+    options.unit_settings = [&](const std::string& name, const torch::nn::Module&) {
+      return UnitSettings{.mesh = name == "second" ? grid["dp_shard"] : DeviceMesh{}};
+    };
+    EXPECT_EQ(warnings_of(options, rank / 2), "");
+    EXPECT_EQ(has(warnings_of(options, rank == 3 ? 5 : 0), "ranks 0 and 1 of 2 began with different values"), rank >= 2);
   });
 }
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.megatron import ranks_of
 from support.ranks import StartRanks
 from support.training import full
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import libfsdp
 from libfsdp.megatron import fully_shard
+
+DIMS = ("replicate", "shard", "tp")
 
 
 class WithExtraState(nn.Module):
@@ -101,3 +107,62 @@ def of_a_group(folder: str) -> None:
 
 def test_groups_and_stages(ranks: StartRanks, tmp_path: Path) -> None:
     ranks(4).run(of_a_group, str(tmp_path))
+
+
+def partly_tensor_parallel(sizes: tuple[int, int, int], seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model of which tensor parallelism cuts two layers, and leaves an embedding, two norms and a bias as they are."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=DIMS)
+    torch.manual_seed(seed)
+    layers = [nn.Embedding(5, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)]
+    model: Any = nn.Sequential(*layers)
+    parallelize_module(model, mesh["tp"], {"2": ColwiseParallel(), "3": RowwiseParallel()})
+    libfsdp.fully_shard(model, mesh=mesh["replicate", "shard"] if sizes[0] > 1 else mesh["shard"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def values_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The whole values of all parameters and buffers, and of their state."""
+    values = {name: full(value) for name, value in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        values |= {f"{name}.{kind}": full(value) for kind, value in optimizer.state[p].items()}
+    return {name: value.clone() for name, value in values.items()}
+
+
+def save_partly_tensor_parallel(path: str, sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    model, optimizer = partly_tensor_parallel(sizes, seed=0)
+    for step in range(2):
+        model((torch.arange(5) + step) % 5).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    libfsdp.save(path, model, optimizer)
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, p in model.named_parameters():  # each element once, which the files have once, too
+        chunks = stored[f"model.{name}"].chunks
+        assert sum(torch.Size(chunk.sizes).numel() for chunk in chunks) == p.numel()
+    return values_of(model, optimizer)
+
+
+def load_partly_tensor_parallel(path: str, sizes: tuple[int, int, int], expected: dict[str, torch.Tensor]) -> None:
+    model, optimizer = partly_tensor_parallel(sizes, seed=1)
+    libfsdp.load(path, model, optimizer)
+    loaded = values_of(model, optimizer)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    other, _ = partly_tensor_parallel(sizes, seed=2)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    other.load_state_dict(state["model"])
+    assert all(torch.equal(full(value), expected[name]) for name, value in other.state_dict().items())
+
+
+def test_parameters_that_tensor_parallelism_leaves_as_they_are(ranks: StartRanks, tmp_path: Path) -> None:
+    """Ranks of several meshes hold the same parts of them."""
+    for saved, loads in (
+        ((1, 2, 2), ((1, 2, 2), (1, 4, 1), (1, 1, 2), (1, 2, 1))),
+        ((2, 1, 2), ((1, 2, 1),)),
+        ((1, 1, 2), ((1, 2, 2),)),
+    ):
+        path = str(tmp_path / str(saved))
+        expected = ranks(math.prod(saved)).run(save_partly_tensor_parallel, path, saved)[0]
+        for sizes in loads:
+            ranks(math.prod(sizes)).run(load_partly_tensor_parallel, path, sizes, expected)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import device
 from support.optimizers import ALIGNED, ODD, Shapes, give_gradients, sharded, train, whole_state, without_torchs_steps
-from support.ranks import StartRanks
+from support.ranks import ComparedRanks, StartRanks
 from support.states import assert_same_state, train_more
 from support.training import CASES, Options, full, seeded, shard
 from torch import nn
@@ -41,7 +42,7 @@ each_optimizer = pytest.mark.parametrize("making", OPTIMIZERS.values(), ids=OPTI
 
 
 def make(way: str, making: Making, parameters: Any, **more: Any) -> torch.optim.Optimizer:
-    """torch's own, ours, or torch's that has become ours."""
+    """torch's own, ours ("optim"), or torch's that has become ours ("fuse")."""
     name, arguments = making
     module = libfsdp.optim if way == "optim" else torch.optim
     optimizer: torch.optim.Optimizer = getattr(module, name)(parameters, **{**arguments, **more})
@@ -410,3 +411,77 @@ def test_sgd_in_16_bits_is_computed_in_32(way: str, dtype: torch.dtype, decay: f
             for got, wanted in pairs:
                 assert got.dtype == dtype
                 torch.testing.assert_close(got.float(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+EVEN: Shapes = ((8, 4), (4,), (4, 2, 2))
+EVEN_MATRICES: Shapes = ((8, 4), (4, 6))
+ODD_MATRICES: Shapes = ((5, 3), (1, 9), (7, 4))
+
+
+def optimizers_of_torch() -> Iterator[tuple[str, Making]]:
+    """All optimizers of torch.optim, with each way to compute that they have."""
+    for name, kind in vars(torch.optim).items():
+        if not inspect.isclass(kind) or kind is torch.optim.Optimizer or not issubclass(kind, torch.optim.Optimizer):
+            continue
+        has = inspect.signature(kind).parameters
+        base = {"momentum": 0.9} if "momentum" in has else {}
+        yield name, (name, {})
+        for switch in ("foreach", "fused", "capturable"):
+            if switch in has:
+                yield f"{name}({switch})", (name, {**base, switch: True})
+        if "foreach" in has:
+            yield f"{name}(for)", (name, {**base, "foreach": False})
+
+
+def stepped(making: Making, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The values after two steps, whole."""
+    optimizer = make("torch", making, parameters)
+    for step in range(2):
+
+        def closure(step: int = step) -> torch.Tensor:
+            give_gradients(parameters, step)
+            return torch.tensor(1.0)
+
+        optimizer.step(closure)
+    return [full(p).detach() for p in parameters]
+
+
+def outcomes(implementation: str) -> dict[str, str]:
+    """How each optimizer of torch does over sharded parameters, in comparison with the same one over whole ones in one process."""
+    found = {}
+    for name, making in optimizers_of_torch():
+        for cut, shapes, matrices in (("even", EVEN, EVEN_MATRICES), ("uneven", ODD, ODD_MATRICES)):
+            chosen = matrices if making[0] == "Muon" else shapes
+            try:
+                expected = stepped(making, sharded("replica", chosen))
+            except (RuntimeError, AssertionError):
+                continue  # SparseAdam takes no dense gradients, and capturable is for GPUs.
+            try:
+                got = stepped(making, sharded(implementation, chosen))
+            except (RuntimeError, NotImplementedError) as error:
+                found[f"{name} {cut}"] = type(error).__name__
+                continue
+            pairs = list(zip(got, expected, strict=True))
+            is_close = all(torch.allclose(mine, one, atol=1e-3) for mine, one in pairs)
+            found[f"{name} {cut}"] = "equal" if all(torch.equal(*pair) for pair in pairs) else f"close: {is_close}"
+    return found
+
+
+def in_the_guide(case: str) -> str:
+    """What docs/use/python-guide.md says of a case."""
+    name, cut = case.split()
+    kind = name.partition("(")[0]
+    if kind in ("Adafactor", "Rprop") or name in ("SGD(fused)", "Adagrad(fused)"):
+        return "an error"
+    if kind in ("LBFGS", "Muon") and cut == "uneven":
+        return "an error"
+    return "close: True" if kind == "Muon" else "equal"
+
+
+def test_optimizers_of_torch_work_as_over_fsdp2_and_as_the_guide_says(compared_ranks: ComparedRanks) -> None:
+    mine, theirs = (compared_ranks[one](2).run(outcomes, one)[0] for one in ("libfsdp", "fsdp2"))
+    assert mine == theirs
+    assert len(mine) > 60
+    assert {case: mine[case] for case in mine if in_the_guide(case) != "an error"} == {
+        case: in_the_guide(case) for case in mine if in_the_guide(case) != "an error"
+    }
