@@ -33,7 +33,8 @@ def clip_grad_norm_(
 
     As torch.nn.utils.clip_grad_norm_, over DTensors of any meshes and over plain tensors. Each rank adds up its own part in
     double precision; ranks tell each other one number per dimension of a mesh. All ranks add these up in the same order, so all
-    ranks have the same norm. Collective over the meshes of the parameters.
+    ranks have the same norm. Collective over the meshes of the parameters. Gradients that a step of a MegatronFSDP's optimizer would
+    reduce are reduced first, and where they are ``decoupled_grad``, these count.
 
     Args:
         parameters: those whose gradients count; the same on all ranks. Those without a gradient are left out.
@@ -54,6 +55,9 @@ def clip_grad_norm_(
         refuse("parameters", parameters, "tensors, as model.parameters()")
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     check_parameters(chosen)
+    for model in {id(one): one for p in chosen if (one := getattr(p, "_megatron_fsdp_model", None)) is not None}.values():
+        if model.microbatch_count > 0:
+            model.finish_grad_sync()
     gradients: list[Tensor] = []
     # The pieces by mesh and by the dimensions that cut. Parameters without a gradient have an entry, too, so that all
     # ranks make the same exchanges.
@@ -61,11 +65,12 @@ def clip_grad_norm_(
     for parameter in chosen:
         mesh, cut = _cut_of(parameter)
         of_it = pieces.setdefault((mesh, cut), [])
-        if parameter.grad is None:
-            continue
-        prepare_gradient(parameter)
-        gradients.append(_C.local_of(parameter.grad))
-        of_it.append(gradients[-1])
+        if parameter.grad is not None:
+            prepare_gradient(parameter)
+        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
+        if gradient is not None:
+            gradients.append(_C.local_of(gradient))
+            of_it.append(gradients[-1])
     total = _norm(pieces, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

@@ -206,7 +206,7 @@ class MegatronFSDP(nn.Module):
         running.before_delivery, running.after_backward = map(weak_method, (self._gradients.restore, self._end_backward))
         running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
         running.prefetch_depth = self._prefetch_depth()
-        self.microbatch_count = 0
+        self.microbatch_count = self._left_by_no_sync = 0
         self._is_last_microbatch = self._awaits_install = False
         self.set_model_auto_sync(sync_model_each_microbatch)
 
@@ -257,7 +257,7 @@ class MegatronFSDP(nn.Module):
         try:
             yield
         finally:
-            self.model_auto_sync, self._is_last_microbatch = before
+            self.model_auto_sync, self._is_last_microbatch, self._left_by_no_sync = *before, self.microbatch_count
             self._tell_engine()
 
     @contextmanager
@@ -324,7 +324,7 @@ class MegatronFSDP(nn.Module):
         if self.model_auto_sync:
             self._scalars.reduce()
             self._gradients.install()
-            self.microbatch_count = 0
+            self.microbatch_count = self._left_by_no_sync = 0
         self._show_shards()
 
     def _show_shards(self) -> None:
@@ -357,7 +357,7 @@ class MegatronFSDP(nn.Module):
         self._scalars.reduce()
         self._gradients.install()
         self._show_shards()
-        self.microbatch_count = 0
+        self.microbatch_count = self._left_by_no_sync = 0
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Begins to reduce the gradients that backwards have left. Does nothing if reductions overlap, because they have begun already.
@@ -418,7 +418,7 @@ class MegatronFSDP(nn.Module):
         keep = keep_tensors or self.ddp_config.megatron_fsdp_cuda_graph_mode
         self._gradients.zero(keep=keep)
         self._scalars.zero(keep=keep)
-        self.microbatch_count = 0
+        self.microbatch_count = self._left_by_no_sync = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does the same as zero_grad_buffer."""

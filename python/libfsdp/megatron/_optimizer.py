@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import types
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
     """
     model = model_of(optimizer)
     base_step, base_zero_grad = optimizer.step, optimizer.zero_grad
+    warn_once = functools.cache(_warn_of_no_sync)
 
     @functools.wraps(base_step)
     def step(
@@ -61,6 +63,8 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
         install_optimized_model_weights: bool = True,
         **kwargs: Any,
     ) -> Any:
+        if 0 < model.microbatch_count == model._left_by_no_sync:
+            warn_once()
         # Backwards within no_sync() leave gradients unreduced under automatic synchronization, too.
         if sync_grad_before_optimizer_step and (not model.model_auto_sync or model.microbatch_count > 0):
             model.finish_grad_sync()
@@ -85,6 +89,15 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
     _replace(optimizer, "step", step, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
     _replace(optimizer, "zero_grad", zero_grad, zero_grad_buffer=True)
     return model
+
+
+def _warn_of_no_sync() -> None:
+    warnings.warn(
+        "the last backward before optimizer.step() ran within no_sync(), so the step reduces the gradients, and "
+        "torch.nn.utils.clip_grad_norm_ would have found none before: run the last microbatch outside of no_sync(), or call "
+        "model.finish_grad_sync() or libfsdp.clip_grad_norm_ before the step",
+        stacklevel=3,
+    )
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, function: Callable[..., Any], **added: bool) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.marks import at_night
-from support.megatron import STRATEGIES, batch, mean_gradients, plain_model, shard, whole
+from support.megatron import STRATEGIES, batch, gathered_gradients, mean_gradients, plain_model, shard, whole
 from support.ranks import StartRanks
 from torch.distributed.tensor import DTensor
 
+import libfsdp
 from libfsdp.megatron import MegatronFSDP, fully_shard_optimizer
 
 # Numbers are backwards of that batch.
@@ -107,6 +109,53 @@ def test_one_after_the_other_with_replicas(ranks: StartRanks, strategy: str) -> 
 
 def test_one_after_the_other_over_two_dimensions(ranks: StartRanks) -> None:
     ranks(4).run(follow, "optim_grads_params", "hfsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
+
+
+def clip_before_step(strategy: str) -> None:
+    """Clipping comes before the reduction that a step would make, and must clip what the step applies."""
+    for auto, program, decoupled in itertools.product((False, True), ((0, 1), (0, "no_sync", 1)), (False, True)):
+        reference = plain_model()
+        model = shard(
+            plain_model(), strategy, "fsdp", sync_model_each_microbatch=auto, use_decoupled_grad=decoupled
+        )
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        for q, gradient in zip(reference.parameters(), mean_gradients(reference, kept(program)), strict=True):
+            q.grad = gradient
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        run_calls(model, optimizer, program)
+        norm = libfsdp.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected)
+        assert expected > 0.1
+        for p in model.parameters() if decoupled else ():
+            p.grad = getattr(p, "decoupled_grad", None)  # A rank without rows has none.
+        for got, q in zip(gathered_gradients(model), reference.parameters(), strict=True):
+            torch.testing.assert_close(got, q.grad, rtol=1e-4, atol=1e-6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_before_a_step_that_reduces(ranks: StartRanks, strategy: str) -> None:
+    ranks(2).run(clip_before_step, strategy)
+
+
+def warnings_of_steps(program: tuple[Any, ...]) -> int:
+    model = shard(plain_model(), "optim_grads_params", sync_model_each_microbatch=False)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run_calls(model, optimizer, program)
+            optimizer.step()
+            optimizer.zero_grad()
+    return len([one for one in caught if "ran within no_sync()" in str(one.message)])
+
+
+def test_a_step_after_no_sync_warns_once(ranks: StartRanks) -> None:
+    """torch's clip_grad_norm_ has found no gradient then."""
+    for program, expected in (("no_sync in the end", 1), ("no_sync, and one that is synchronized", 0)):
+        assert ranks(2).run(warnings_of_steps, PROGRAMS[program]) == [expected] * 2
 
 
 def gather_before_step(strategy: str, installs: bool) -> None:
