@@ -100,7 +100,7 @@ struct FullyShardOptions {
   InitialValues initial_values = InitialValues::kOwn;
   /// With kOwn: compares the ranks' parameters by a checksum of each, before they are sharded. If they differ, every rank throws an Error
   /// that names the first unit, its first parameter, and two ranks. The module can't be used then. Without it, ranks compare 64 elements of
-  /// each parameter after the first backward, and warn if they differ and the program has not written other values before.
+  /// each parameter, and warn after the first backward if they differed and the program has not written other values since.
   bool check_initial_values = false;
   /// True frees a unit's parameters when forward has moved on, and gathers them again in backward. False keeps them in between.
   bool reshard_after_forward = true;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
+#include <utility>
 
 #include "base/stable_hash.h"
 #include "comm/call.h"
@@ -20,28 +22,30 @@ std::string describe(const std::vector<Unit*>& units, std::span<const UnitText> 
   return text;
 }
 
-/// Describes the first parameter whose first values differ, for a warning. A parameter is not compared with ranks that have no checksum of
-/// it.
-std::string describe_values(const std::vector<Unit*>& units, const comm::Ranks& ranks, const std::vector<std::int64_t>& values) {
+/// Finds the first parameter whose first values differ. A parameter is not compared with ranks that have no checksum of it.
+std::optional<DifferentValues> different_values(const std::vector<Unit*>& units, const comm::Ranks& ranks,
+                                                const std::vector<std::int64_t>& values) {
   const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
   const auto* of_first = all.const_data_ptr<std::int64_t>();
   for (std::int64_t rank = 1; rank < all.size(0); ++rank) {
     const auto* of_other = of_first + rank * all.size(1);
     std::size_t at = 0;
     for (const auto* unit : units) {
-      for (const auto& parameter : unit->parameters) {
+      for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         const auto a = of_first[at], b = of_other[at];
         ++at;
         if (a == b || a == 0 || b == 0) continue;
-        return std::string("ranks 0 and ").append(std::to_string(rank)) + " of " + std::to_string(ranks.size()) +
-               " began with different values of parameter '" + parameter.name + "' of unit '" + unit->name +
-               "', and nothing has been written to it since: each rank has its rows of its own values. Seed all ranks alike before the "
-               "model is made, or load or broadcast values before the first forward. With check_initial_values this is an error of "
-               "fully_shard";
+        auto text =
+            std::string("ranks 0 and ").append(std::to_string(rank)) + " of " + std::to_string(ranks.size()) +
+            " began with different values of parameter '" + unit->parameters[i].name + "' of unit '" + unit->name +
+            "', and nothing has been written to it since: each rank has its rows of its own values. Seed all ranks alike before the "
+            "model is made, or load or broadcast values before the first forward. With check_initial_values this is an error of "
+            "fully_shard";
+        return DifferentValues{.unit = unit, .parameter = i, .text = std::move(text)};
       }
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 }  // namespace
@@ -60,10 +64,10 @@ Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std:
           .same_values = all.select(1, 2).eq(facts[2]).all().item<bool>()};
 }
 
-std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts) {
+std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts) {
   // Python's dispatch modes (for fake tensors, or to count operators) apply to the model's computation only.
   const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
-  std::string warning;
+  std::vector<DifferentValues> different;
   std::vector<bool> done(units.size(), false);
   for (const auto& first : units) {
     if (done[first->place.index]) continue;
@@ -81,10 +85,12 @@ std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const 
     const auto text = describe(together, texts);
     const auto agreement = agree_on_model(ranks, text, values);
     if (!agreement.same_text) ranks.compare(text, {.operation = "fully_shard", .unit = first->name});
-    if (!agreement.same_values && warning.empty()) warning = describe_values(together, ranks, values);
+    if (!agreement.same_values) {
+      if (auto found = different_values(together, ranks, values)) different.push_back(std::move(*found));
+    }
     for (auto* unit : together) unit->place.model = agreement.model;
   }
-  return warning;
+  return different;
 }
 
 }  // namespace fsdp::engine

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -29,9 +30,16 @@ struct UnitText {
       first_values;  ///< Checksums of first values, one for each parameter. 0 means that the parameter is not compared.
 };
 
+/// Initial values that differ between ranks.
+struct DifferentValues {
+  const Unit* unit = nullptr;
+  std::size_t parameter = 0;  ///< The first parameter of the unit that differs.
+  std::string text;           ///< A warning.
+};
+
 /// Gives the units the number of their model, and compares the ranks' descriptions of them. Units on the same ranks share one exchange.
 /// Collective over the ranks of each unit. Throws Error on all ranks, with the lines that differ, if parameters or settings differ. If only
-/// first values differ, returns a warning.
-std::string agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts);
+/// initial values differ, returns the first difference of each set of ranks, which all ranks of the set get.
+std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts);
 
 }  // namespace fsdp::engine

@@ -108,21 +108,19 @@ class ModelNumbers {
   std::vector<std::pair<std::vector<std::shared_ptr<comm::Communicator>>, std::uint64_t>> known_;
 };
 
-/// Warns if the ranks began with different values, unless the program has written others since. `texts`: the checksums of each unit.
-/// Collective.
-void compare_initial_values(Engine& engine, std::vector<engine::UnitText> texts) {
+/// Warns of initial values that differ, unless the program has written others since. Called on all ranks of the units.
+void warn_of(const std::vector<engine::DifferentValues>& different, Engine& engine) {
   const bool untouched = engine.main().may_be_lost();
-  for (std::size_t k = 0; k < texts.size(); ++k) {
-    const auto& unit = *engine.units()[k];
-    auto& checksums = texts[k].first_values;
-    const bool has_all = unit.replicated_parameters() && !unit.has_separate_main();  // Writes to these are not noticed.
-    for (std::size_t i = 0; i < checksums.size(); ++i) {
-      if (has_all) checksums[i] = engine::checksum(unit.whole_parameter(unit.whole.buffer.parts, i), engine::kSampledElements);
-      if (!has_all && !untouched) checksums[i] = 0;
+  for (const auto& [unit, parameter, text] : different) {
+    auto warns = untouched;
+    if (unit->replicated_parameters() && !unit->has_separate_main()) {  // Writes to these are not noticed, but each rank has all values.
+      const auto checksum = engine::checksum(unit->whole_parameter(unit->whole.buffer.parts, parameter), engine::kSampledElements);
+      const auto all = comm::Ranks({unit->communicators.outer, unit->communicators.gather})
+                           .exchange(at::tensor({checksum}, at::kLong), {.operation = "comparison of values", .unit = "(model)"});
+      warns = all.ne(checksum).any().item<bool>();
     }
+    if (warns) TORCH_WARN("fsdp: ", text);
   }
-  const auto warning = engine::agree(engine.units(), texts);
-  if (!warning.empty()) TORCH_WARN("fsdp: ", warning);
 }
 
 }  // namespace
@@ -184,10 +182,11 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
   compare_everywhere(options.mesh, draft.tensor_parallel, filling.text(), filling.text());
   filling.rethrow();
+  auto different = options.initial_values == InitialValues::kOwn && !options.check_initial_values ? engine::agree(engine->units(), initial)
+                                                                                                  : std::vector<engine::DifferentValues>();
   model->validate = api::check_of_registrations(module);
-  // Until then the program may have loaded others.
-  if (options.initial_values == InitialValues::kOwn && !options.check_initial_values) {
-    model->after_first_backward = [&owner = *engine, initial = std::move(initial)] { compare_initial_values(owner, initial); };
+  if (!different.empty()) {  // The program may load others before it trains.
+    model->after_first_backward = [&owner = *engine, different = std::move(different)] { warn_of(different, owner); };
   }
   return FSDPModule(engine, 0);
 }

@@ -34,8 +34,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
 
   /// Call it when all units have been added. The ranks choose a number for the model, and compare their descriptions of it (engine::agree).
-  /// If forward gathers nothing, one rank may run it alone, so the ranks compare when the first backward begins. Returns the result of
-  /// engine::agree.
+  /// If forward gathers nothing, one rank may run it alone, so the ranks compare when the first backward begins. Returns a
+  /// warning if initial values differ.
   std::string agree(std::vector<engine::UnitText> texts);
 
   /// Gives the units back, for another model to take.

@@ -118,7 +118,8 @@ TEST(CheckInitialValues, IsForOwnValuesOnly) {
 }
 
 /// A net whose weight 'second' is `value`, sharded and trained for two backwards, with the warnings of these.
-std::string warnings_of(FullyShardOptions options, double value, const std::function<void(Net&)>& write = [](Net&) {}) {
+std::string warnings_of(
+    FullyShardOptions options, double value, const std::function<void(Net&)>& write = [](Net&) {}) {
   const auto model = make_net();
   {
     const torch::NoGradGuard no_grad;
@@ -145,8 +146,10 @@ TEST(CheckInitialValues, WarnsByDefault) {
       EXPECT_EQ(warnings_of(of(InitialValues::kOwn), 1), "") << strategy;
       EXPECT_EQ(warnings_of(of(InitialValues::kFromRank0), rank), "") << strategy;
     }
-    const auto bfloat16 = FullyShardOptions{.mesh = line(), .mixed_precision = MixedPrecisionPolicy{.param_dtype = at::kBFloat16}};
-    EXPECT_TRUE(has(warnings_of(bfloat16, rank), "'second.weight'"));
+    // The whole parameters are replicated, and are not the main ones.
+    const FullyShardOptions in_double{
+        .mesh = line(), .placements = Placements::optim(), .mixed_precision = {{.main_params_dtype = at::kDouble}}};
+    EXPECT_TRUE(has(warnings_of(in_double, rank), "'second.weight'"));
   });
 }
 
