@@ -183,9 +183,10 @@ Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions opti
 /// The same with the optimizer's state.
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// Loads the newest complete checkpoint in a folder, as rank 0 sees it (see latest). Returns nothing if there is none. If the newest one is
-/// damaged, the one before it is taken, and every rank is warned. A warning also names newer checkpoints that Python wrote, which are not
-/// taken. Throws Error if all are damaged, or if a disk error prevents the check whether one is complete.
+/// Loads the newest complete checkpoint in a folder, as rank 0 sees it (see latest). If there is none, returns nothing, and rank 0 prints a
+/// warning. If the newest one is damaged, the one before it is taken, and every rank prints a warning. It also names newer checkpoints that
+/// are not taken, because torch.distributed.checkpoint wrote them, or because their names do not end in a number. Throws Error if all are
+/// damaged, or if a disk error prevents the check whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
 /// The same with the optimizer's state.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
@@ -208,7 +209,7 @@ struct ExportOptions {
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
 /// The path of the newest complete checkpoint of this library in a folder: the one that was saved last, of those whose names end in a
-/// number. Nothing if there is none. Not collective.
+/// number of any length. Nothing if there is none. Not collective.
 std::optional<std::string> latest(const std::string& folder);
 /// The path of the checkpoint with the least SaveOptions::metric among those that latest() chooses from. If several have the same metric,
 /// it is the newest of them. Nothing if none has a metric. Not collective.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -8,12 +9,29 @@
 
 namespace fsdp::ckpt {
 
+/// The number of a step. It has any number of digits, because names that are made of date and time exceed every integer type.
+class StepNumber {
+ public:
+  StepNumber() = default;
+  explicit StepNumber(std::string_view digits);
+
+  bool is_multiple_of(std::uint64_t divisor) const;
+  /// The digits without zeros before them; empty for 0.
+  const std::string& digits() const { return digits_; }
+
+  bool operator==(const StepNumber&) const = default;
+  std::strong_ordering operator<=>(const StepNumber& other) const;
+
+ private:
+  std::string digits_;
+};
+
 /// "step-1000" is number 1000 of the series "step-".
 struct StepName {
   std::string stem;
-  std::uint64_t number = 0;
+  StepNumber number;
 };
-/// Splits a name. Nothing if it does not end in a number, or if the number is greater than 2^64 - 1.
+/// Splits a name. Nothing if it does not end in a number.
 std::optional<StepName> step_name(std::string_view name);
 
 /// A hidden name consists of a prefix, the step's name, and random digits. Steps that are being written or removed have one, and so do
@@ -28,7 +46,5 @@ std::string_view name_in(std::string_view hidden, std::string_view prefix);
 
 /// Returns the folder that contains `path`; "." for a name alone.
 std::filesystem::path parent_of(const std::filesystem::path& path);
-/// Removes a slash at the end: "ckpt/" becomes "ckpt".
-std::filesystem::path without_slash(const std::filesystem::path& path);
 
 }  // namespace fsdp::ckpt

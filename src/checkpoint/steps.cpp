@@ -11,6 +11,7 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/lease.h"
+#include "checkpoint/output_file.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
 
@@ -19,9 +20,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Returns the step at `path`; nothing if it is not a step.
-std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSystem& files) {
-  Step step{.path = path, .name = name, .fault = {}};
+/// Returns the checkpoint at `path`; nothing if there is none.
+std::optional<Step> step_at(const fs::path& path, const std::optional<StepName>& name, FileSystem& files) {
+  Step step{.path = path, .name = name.value_or(StepName()), .fault = {}};
   if (!is_there(path / kSidecar, files)) {
     step.state = Step::State::kForeign;
     return is_there(path / kMetadataFile, files) ? std::optional(step) : std::nullopt;
@@ -36,7 +37,10 @@ std::optional<Step> step_at(const fs::path& path, const StepName& name, FileSyst
     if (!error.is_missing()) throw;
     return std::nullopt;  // Another process has removed it just now.
   }
-  if (step.fault.empty()) return step;
+  if (step.fault.empty()) {
+    if (!name) step.state = Step::State::kUnnumbered;
+    return step;
+  }
   if (!is_there(path / kSidecar, files)) return std::nullopt;  // The same: the missing file was removed with the step.
   step.state = Step::State::kDamaged;
   return step;
@@ -104,8 +108,8 @@ std::vector<Step> find_steps(const fs::path& folder, const std::optional<std::st
       continue;
     }
     const std::optional<StepName> parts = step_name(name);
-    if (!parts || (stem && parts->stem != *stem)) continue;
-    if (std::optional<Step> step = step_at(folder / entry, *parts, files)) steps.push_back(*std::move(step));
+    if (stem && (!parts || parts->stem != *stem)) continue;
+    if (std::optional<Step> step = step_at(folder / entry, parts, files)) steps.push_back(*std::move(step));
   }
   std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) {
     return std::tie(a.saved, a.name.number, a.name.stem) < std::tie(b.saved, b.name.number, b.name.stem);
@@ -129,7 +133,7 @@ std::optional<fs::path> latest_step(const fs::path& folder, FileSystem& files) {
 
 void prune_steps(const fs::path& saved, int keep_last, FileSystem& files, const KeptSteps& keeps) {
   if (keep_last < 1) throw Error("keep_last is " + std::to_string(keep_last) + "; give 1 or more: the newest checkpoint is not removed");
-  const fs::path kept = without_slash(saved);
+  const fs::path kept = follow_links(saved, files);
   const fs::path folder = parent_of(kept);
   std::vector<fs::path> doomed = find_leftovers(folder, files);
   if (const std::optional<StepName> series = step_name(kept.filename().string())) {

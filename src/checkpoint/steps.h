@@ -19,8 +19,9 @@ namespace fsdp::ckpt {
 struct Step {
   enum class State : std::uint8_t {
     kComplete,
-    kDamaged,  ///< Its sidecar exists, but a file that it lists is missing, or the sidecar is damaged.
-    kForeign,  ///< It has metadata and no sidecar, as checkpoints that Python wrote.
+    kDamaged,     ///< Its sidecar exists, but a file that it lists is missing, or the sidecar is damaged.
+    kForeign,     ///< It has metadata and no sidecar, as checkpoints that Python wrote.
+    kUnnumbered,  ///< A complete checkpoint whose name does not end in a number. It is no step; its name has an empty stem.
   };
   std::filesystem::path path;
   StepName name;
@@ -29,8 +30,8 @@ struct Step {
   std::string fault;       ///< What is wrong with a damaged step.
 };
 
-/// Returns all steps in a folder, or, with a stem, the steps of that series. Complete ones are sorted, the oldest first. A folder that does
-/// not exist has no steps. Throws SystemError if the system does not allow to find out whether a step is complete, so that a disk error
+/// Returns all checkpoints in a folder, or, with a stem, the steps of that series, sorted, the oldest first. A folder that does not exist
+/// has none. Throws SystemError if the system does not allow to find out whether a step is complete, so that a disk error
 /// never makes an older step the newest one.
 std::vector<Step> find_steps(const std::filesystem::path& folder, const std::optional<std::string>& stem = {},
                              FileSystem& files = FileSystem::current());

@@ -28,6 +28,7 @@ using state::lines;
 struct FoundSteps {
   std::vector<ckpt::Step> complete;  ///< Newest first.
   std::vector<ckpt::Step> others;
+  bool folder_exists = false;
 };
 
 FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks) {
@@ -35,20 +36,23 @@ FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks
   ranks.together("nothing was loaded:", [&] {
     if (ranks.index() != 0) return;
     ckpt::require_folder_of_steps(folder);
+    text = std::to_string(static_cast<int>(ckpt::is_there(folder))) + '\0';
     for (const auto& step : ckpt::find_steps(folder)) {
       const auto state = std::to_string(static_cast<int>(step.state));
-      for (const auto& field : {state, std::to_string(step.saved), std::to_string(step.name.number), step.path.string(), step.fault}) {
+      for (const auto& field : {state, std::to_string(step.saved), step.name.number.digits(), step.path.string(), step.fault}) {
         text += field + '\0';
       }
     }
   });
   text = ranks.broadcast(text, "the checkpoints of a folder");
   FoundSteps found;
-  for (Fields fields(text); !fields.at_end();) {
+  Fields fields(text);
+  found.folder_exists = fields.next() == "1";
+  while (!fields.at_end()) {
     ckpt::Step step;
     step.state = static_cast<ckpt::Step::State>(std::stoi(fields.next()));
     step.saved = std::stoll(fields.next());
-    step.name.number = std::stoull(fields.next());
+    step.name.number = ckpt::StepNumber(fields.next());
     step.path = fields.next();
     step.fault = fields.next();
     auto& kind = step.state == ckpt::Step::State::kComplete ? found.complete : found.others;
@@ -57,15 +61,24 @@ FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks
   return found;
 }
 
-/// Notes steps that are not complete and newer than the one that is taken (null: none).
+/// Says why a checkpoint is not taken.
+std::string reason(const ckpt::Step& step) {
+  switch (step.state) {
+    case ckpt::Step::State::kForeign:
+      return "it was written by torch.distributed.checkpoint, or has lost its checksums; load() takes it by its path";
+    case ckpt::Step::State::kUnnumbered:
+      return "its name does not end in a number, as those of steps do; load() takes it by its path";
+    default:
+      return "it is damaged: " + ckpt::printable(step.fault);
+  }
+}
+
+/// Notes checkpoints that are no complete steps and newer than the one that is taken (null: none).
 void note_others(const FoundSteps& found, const ckpt::Step* taken, std::vector<std::string>& skipped) {
   for (const auto& step : found.others) {
     const bool is_newer = taken == nullptr || (step.saved > 0 ? step.saved > taken->saved : step.name.number > taken->name.number);
     if (!is_newer) continue;
-    skipped.push_back(step.path.string() + (step.state == ckpt::Step::State::kForeign
-                                                ? ": it was written by torch.distributed.checkpoint, or has lost its "
-                                                  "checksums; load() takes it by its path"
-                                                : ": it is damaged: " + ckpt::printable(step.fault)));
+    skipped.push_back(step.path.string() + ": " + reason(step));
   }
 }
 
@@ -99,7 +112,12 @@ Taken take_newest(const std::string& folder, const CheckpointRanks& ranks, const
   if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
     throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(taken.skipped));
   }
-  if (!taken.skipped.empty()) taken.warning = "load_latest found nothing of this library's in " + folder + ":" + lines(taken.skipped);
+  if (!taken.skipped.empty()) {
+    taken.warning = "load_latest took none of the checkpoints in " + folder + ":" + lines(taken.skipped);
+  } else if (ranks.index() == 0) {  // A first start is no fault, so one rank is enough.
+    taken.warning =
+        "load_latest loaded nothing: " + (found.folder_exists ? "there is no checkpoint in " + folder : "there is no folder " + folder);
+  }
   return taken;
 }
 

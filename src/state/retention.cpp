@@ -66,7 +66,8 @@ void check_retention(const SaveOptions& options) {
 std::vector<std::filesystem::path> steps_that_stay(const SaveOptions& options, const std::vector<ckpt::Step>& steps) {
   std::vector<std::filesystem::path> stay;
   for (const auto& step : steps) {
-    if (options.keep_every > 0 && step.name.number % static_cast<std::uint64_t>(options.keep_every) == 0) stay.push_back(step.path);
+    if (options.keep_every > 0 && step.name.number.is_multiple_of(static_cast<std::uint64_t>(options.keep_every)))
+      stay.push_back(step.path);
   }
   if (options.keep_best == 0) return stay;
   auto best = best_first(steps);

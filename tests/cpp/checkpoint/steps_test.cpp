@@ -42,10 +42,29 @@ TEST(Steps, TheNewestIsWhatWasSavedLast) {
   for (const char* name : {"step-10", "final", "99999999999999999999999", "step-9", "best-2"}) save_step(folder.path() / name, name);
   fs::create_directory(folder.path() / "step-11");
   folder.write("step-12", "a file");
-  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-10", "step-9", "best-2"}));
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-10", "99999999999999999999999", "step-9", "best-2"}));
   EXPECT_EQ(latest_step(folder.path()), folder.path() / "best-2");
   save_step(folder.path() / "step-10", "again");
-  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"step-9", "best-2", "step-10"}));
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"99999999999999999999999", "step-9", "best-2", "step-10"}));
+}
+
+// As in names of date, time and microseconds.
+TEST(Steps, NumbersHaveAnyNumberOfDigits) {
+  const auto number = [](std::string_view name) { return step_name(name)->number; };
+  EXPECT_EQ(step_name("run-20261128235959123456789")->stem, "run-");
+  EXPECT_LT(number("a18446744073709551615"), number("a18446744073709551616"));
+  EXPECT_LT(number("a9"), number("b010"));
+  EXPECT_EQ(number("a007"), number("7"));
+  EXPECT_EQ(number("a000"), StepNumber());
+  EXPECT_FALSE(step_name("final"));
+  EXPECT_TRUE(number("36893488147419103230").is_multiple_of(10));
+  EXPECT_FALSE(number("36893488147419103230").is_multiple_of(7));
+  EXPECT_TRUE(number("92233720368547758070").is_multiple_of(9223372036854775807));  // ten times this
+  EXPECT_TRUE(number("0").is_multiple_of(3));
+  const TemporaryFolder folder;
+  for (const char* name : {"20261128235959123457", "20261128235959123456", "20261128235959123458"}) save_step(folder.path() / name, name);
+  prune_steps(folder.path() / "20261128235959123458", 2);
+  EXPECT_EQ(names(complete_steps(folder.path())), (Names{"20261128235959123456", "20261128235959123458"}));
 }
 
 // As by a machine whose clock is a century ahead.

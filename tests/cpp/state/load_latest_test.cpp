@@ -193,7 +193,32 @@ TEST_F(LoadLatest, OfACheckpointIsAnError) {
     on_rank_0(run.mesh, [&] { fs::create_directory(path("empty")); });
     EXPECT_TRUE(
         has(message_of([&] { fsdp::load(path("empty"), *run.model, *run.optimizer); }), "is no checkpoint: it has neither metadata"));
-    EXPECT_FALSE(fsdp::load_latest(path("empty"), *run.model, *run.optimizer));
+  });
+}
+
+// A mistyped folder, or a name without a number, must not look like a first start.
+TEST_F(LoadLatest, SaysWhatItDoesNotTake) {
+  run_ranks(kRanks, [&](int rank) {
+    Training run;
+    const auto warning_of = [&](const std::string& from, bool loads) {
+      fsdp::testing::CollectedWarnings warnings;
+      EXPECT_EQ(fsdp::load_latest(from, *run.model, *run.optimizer).has_value(), loads);
+      return warnings.text();
+    };
+    on_rank_0(run.mesh, [&] { fs::create_directory(path("empty")); });
+    const auto none = warning_of(path("mistyped"), false);
+    EXPECT_EQ(has(none, "load_latest loaded nothing: there is no folder " + path("mistyped")), rank == 0) << none;
+    const auto empty = warning_of(path("empty"), false);
+    EXPECT_EQ(has(empty, "load_latest loaded nothing: there is no checkpoint in " + path("empty")), rank == 0) << empty;
+    fsdp::save(path("20261128235959123456"), *run.model, *run.optimizer);
+    EXPECT_EQ(fsdp::latest(folder.path()), path("20261128235959123456"));
+    EXPECT_EQ(warning_of(folder.path(), true), "");
+    fsdp::save(path("final"), *run.model, *run.optimizer);
+    const auto unnumbered = path("final") + ": its name does not end in a number";
+    EXPECT_TRUE(has(warning_of(folder.path(), true), unnumbered));
+    on_rank_0(run.mesh, [&] { fs::remove_all(path("20261128235959123456")); });
+    const auto all = warning_of(folder.path(), false);
+    EXPECT_TRUE(has(all, "load_latest took none of the checkpoints") && has(all, unnumbered)) << all;
   });
 }
 
