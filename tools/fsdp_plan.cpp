@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "checkpoint/output_file.h"
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
 #include "plan_advice.h"
@@ -64,7 +65,7 @@ int run(const PlanQuestion& question) {
   std::optional<PlannedTime> time;
   if (question.flops > 0) time = time_of(question, plan, *model);
   std::cout << (question.json ? json_of(plan, time) + "\n" : plan.text() + (time ? text_of(*time) : ""));
-  if (!question.svg.empty()) write_text(question.svg, plan.svg());
+  if (!question.svg.empty()) ckpt::write_output(question.svg, plan.svg());
   if (!question.json && question.memory != 0) {
     std::cout << "\nIt " << (fits ? "fits" : "does not fit") << " into " << question.memory << " bytes"
               << (question.activations == 0 ? ", without activations" : "") << ".\n";

@@ -6,10 +6,11 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "base/classic_stream.h"
+#include "checkpoint/output_file.h"
 #include "checkpoint/printable.h"
 #include "report/plan_comparison.h"
 #include "report/timeline_files.h"
@@ -44,9 +45,9 @@ std::string contents(const report::Timeline& timeline) {
 
 /// A table of what was planned and what was measured.
 std::string text_of(const report::PlanComparison& comparison) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   const auto number = [](const report::ComparedValue& value, double of) {
-    std::ostringstream digits;
+    ClassicStream<std::ostringstream> digits;
     digits << std::fixed << std::setprecision(value.is_time ? 1 : 0) << of;
     return of < 0 ? std::string("-") : digits.str();
   };
@@ -61,28 +62,28 @@ std::string text_of(const report::PlanComparison& comparison) {
   return text.str();
 }
 
-void write(const std::string& file, const std::string& text) {
-  report::write_whole(file, text);
-  std::cout << ckpt::printable(file) << ": " << text.size() << " bytes\n";
+void write(const std::string& file, const std::string& text, std::ostream& summary) {
+  ckpt::write_output(file, text);
+  summary << ckpt::printable(file) << ": " << text.size() << " bytes\n";
 }
 
 int draw(const TimelineOptions& options) {
   std::optional<report::StepRange> steps;
   if (!options.steps.empty()) steps = report::parse_steps(options.steps);
+  const auto page = !options.html.empty() || !options.json.empty() ? options.html : (fs::path(options.folder) / "timeline.html").string();
+  // What may be read by another program, as in `--json /dev/stdout | jq`, must stay alone.
+  std::ostream& summary = ckpt::is_written_in_place(options.json) || ckpt::is_written_in_place(page) ? std::cerr : std::cout;
   std::vector<std::string> unreadable;
   const auto timeline = report::read_timeline(options.folder, steps, unreadable);
-  std::cout << contents(timeline) << "\n";
+  summary << contents(timeline) << "\n";
   if (const auto longest = report::longest_wait(timeline); !longest.empty())
-    std::cout << "longest wait: " << ckpt::printable_line(longest) << "\n";
+    summary << "longest wait: " << ckpt::printable_line(longest) << "\n";
   std::optional<report::PlanComparison> plan;
   if (!options.plan.empty()) plan = report::compare(report::read_plan(options.plan), timeline);
-  if (plan) std::cout << text_of(*plan);
-  for (const auto& line : unreadable) std::cout << "Not read: " << ckpt::printable_line(line) << "\n";
-  if (!options.json.empty()) write(options.json, report::trace_json(timeline));
-  if (!options.html.empty() || options.json.empty()) {
-    const auto file = options.html.empty() ? (fs::path(options.folder) / "timeline.html").string() : options.html;
-    write(file, report::timeline_page(timeline, report::title_of(options.folder), plan));
-  }
+  if (plan) summary << text_of(*plan);
+  for (const auto& line : unreadable) summary << "Not read: " << ckpt::printable_line(line) << "\n";
+  if (!options.json.empty()) write(options.json, report::trace_json(timeline), summary);
+  if (!page.empty()) write(page, report::timeline_page(timeline, report::title_of(options.folder), plan), summary);
   return 0;
 }
 

@@ -24,12 +24,6 @@ std::string read_text(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-void write_text(const std::filesystem::path& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text << std::flush;
-  if (!file) throw Error(path.string() + " can't be written");
-}
-
 FullyShardOptions sharding(const PlanQuestion& question, std::int64_t ranks) {
   std::vector<MeshDim> dims = {{"shard", ranks / question.replicas}};
   if (question.replicas > 1) dims.insert(dims.begin(), MeshDim{"replicate", question.replicas});

@@ -47,8 +47,6 @@ struct PlanQuestion {
 
 /// Reads a whole file. Throws Error if it can't be read.
 std::string read_text(const std::filesystem::path& path);
-/// Throws Error if the file can't be written.
-void write_text(const std::filesystem::path& path, const std::string& text);
 
 /// How the model would be sharded over this many ranks.
 FullyShardOptions sharding(const PlanQuestion& question, std::int64_t ranks);

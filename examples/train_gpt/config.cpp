@@ -36,7 +36,7 @@ Options read_config(const std::string& folder) {
 }
 
 void write_config(const std::string& folder, const Options& options) {
-  const auto path = path_in(folder);
+  const auto path = std::filesystem::weakly_canonical(path_in(folder)).string();  // A link stays a link.
   std::ofstream file(path + ".new");
   file << nlohmann::json(options).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
   require(file.good(), "cannot write " + path);

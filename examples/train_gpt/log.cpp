@@ -24,12 +24,13 @@ std::vector<nlohmann::json> read_log(const std::string& path) {
 
 Log::Log(const std::string& path, std::optional<std::int64_t> keep_until) {
   if (keep_until) {
-    // Beside it first: whoever is ended here loses nothing.
-    std::ofstream kept(path + ".new");
+    // Beside it first, so that a program that is ended here loses nothing. A link stays a link.
+    const auto place = std::filesystem::weakly_canonical(path).string();
+    std::ofstream kept(place + ".new");
     for (const auto& row : read_log(path)) {
       if (row.value("step", std::int64_t{0}) <= *keep_until) append(kept, row);
     }
-    std::filesystem::rename(path + ".new", path);
+    std::filesystem::rename(place + ".new", place);
   }
   file_.open(path, keep_until ? std::ios::app : std::ios::trunc);
   if (!file_) throw std::runtime_error("cannot write " + path);

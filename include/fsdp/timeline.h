@@ -14,8 +14,8 @@ namespace fsdp {
 void keep_events(const std::filesystem::path& folder, const DeviceMesh& mesh);
 
 /// Writes what the ranks did, beside each other, from the events in such a folder: why each of them waited, and for whom. A file whose name
-/// ends in ".json" gets Perfetto's JSON (https://ui.perfetto.dev); any other one is a page of HTML that needs nothing else. The file is
-/// complete, or not there.
+/// ends in ".json" gets Perfetto's JSON (https://ui.perfetto.dev); any other one is a page of HTML that needs nothing else. A regular
+/// file is complete or not there. Links are followed, and devices and FIFOs are written in place.
 ///
 /// For one rank, or any other program; the ranks may go on meanwhile. Call mesh.barrier() before, so that all ranks have come as far.
 /// Throws Error if there are no events, or if the file can't be written.

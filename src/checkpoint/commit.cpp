@@ -11,6 +11,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/dcp_metadata.h"
 #include "checkpoint/digits.h"
+#include "checkpoint/output_file.h"
 #include "checkpoint/scratch.h"
 #include "checkpoint/step_names.h"
 #include "fsdp/error.h"
@@ -211,20 +212,20 @@ ListedFile SummedFile::finish() {
 
 TemporaryStep begin_step(const fs::path& target, FileSystem& files) {
   require_path(target);
-  const fs::path step = without_slash(target);
+  const fs::path step = follow_links(target, files);
   check_replaceable(step, files);
   return make_temporary(step, files);
 }
 
 TemporaryStep begin_new(const fs::path& target, FileSystem& files) {
   require_path(target);
-  const fs::path folder = without_slash(target);
+  const fs::path folder = follow_links(target, files);
   check_free(folder, files);
   return make_temporary(folder, files);
 }
 
 void commit_new(const fs::path& temporary, const fs::path& target, FileSystem& files) {
-  const fs::path folder = without_slash(target);
+  const fs::path folder = follow_links(target, files);
   check_free(folder, files);
   rename_to(temporary, folder, 0, files);
   try {
@@ -266,7 +267,7 @@ void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, Fi
 }
 
 fs::path commit_step(const fs::path& temporary, const fs::path& target, FileSystem& files) {
-  const fs::path step = without_slash(target);
+  const fs::path step = follow_links(target, files);
   const fs::path parent = parent_of(step);
   check_replaceable(step, files);
   /// Syncs what was renamed, or undoes it: on a disk that fails, the names as they were are the safer ones.

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <fstream>
 #include <map>
 #include <string>
 #include <string_view>
 
+#include "checkpoint/output_file.h"
 #include "checkpoint/pickle.h"
 #include "events/row_name.h"
-#include "fsdp/error.h"
 
 namespace fsdp::report {
 namespace {
@@ -156,10 +155,7 @@ void write_flight_recorder(const std::vector<RankNow>& ranks, const std::filesys
   std::error_code failed;
   std::filesystem::create_directories(folder, failed);
   for (const auto& rank : ranks) {
-    const auto path = folder / ("rank_" + std::to_string(rank.rank()));
-    std::ofstream file(path, std::ios::binary);
-    file << Dump(rank, first).text() << std::flush;
-    if (!file) throw Error("cannot write " + path.string());
+    ckpt::write_output(folder / ("rank_" + std::to_string(rank.rank())), Dump(rank, first).text());
   }
 }
 

@@ -23,7 +23,4 @@ std::string longest_wait(const Timeline& timeline);
 /// What a page of the folder is called: its path, as it is given.
 std::string title_of(const std::filesystem::path& folder);
 
-/// Writes a file, which is complete or not there. Throws Error.
-void write_whole(const std::filesystem::path& file, const std::string& text);
-
 }  // namespace fsdp::report

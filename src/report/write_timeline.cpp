@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/output_file.h"
 #include "comm/mesh/device_mesh_state.h"
 #include "events/event_ring.h"
 #include "fsdp/error.h"
@@ -26,7 +27,7 @@ void write_timeline(const std::filesystem::path& folder, const std::filesystem::
   std::vector<std::string> unreadable;
   const auto timeline = report::read_timeline(folder, {}, unreadable);
   for (const auto& line : unreadable) TORCH_WARN("write_timeline: not read: ", line);
-  report::write_whole(
+  ckpt::write_output(
       file, file.extension() == ".json" ? report::trace_json(timeline) : report::timeline_page(timeline, report::title_of(folder)));
 }
 

@@ -89,7 +89,6 @@ DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
 
 void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const CheckpointRanks& ranks,
                       Phases& phases) {
-  const fs::path target = ckpt::without_slash(path);
   const std::string what = "the checkpoint " + path + " could not be written:";
   const bool leads = ranks.index() == 0;
   std::optional<ckpt::TemporaryStep> step;
@@ -98,7 +97,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
   try {
     ranks.together(what, [&] {
       check_retention(options);
-      if (leads) step = ckpt::begin_step(target);
+      if (leads) step = ckpt::begin_step(path);
     });
     // A path has no zero byte.
     const auto told = ranks.broadcast(step ? step->path().string() + '\0' + path : "", "checkpoint: exchange of its folder");
@@ -124,7 +123,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
         listed.push_back(std::move(file));
       }
       ckpt::seal_dcp(folder, joined(metadata), std::move(listed));
-      replaced = ckpt::commit_step(folder, target);
+      replaced = ckpt::commit_step(folder, path);
     });
   } catch (...) {
     if (step) step->discard();
@@ -136,7 +135,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     if (!replaced.empty()) ckpt::remove_tree(replaced);
     if (!leads || options.keep_last == 0) return;
     const auto keeps = [&](const std::vector<ckpt::Step>& steps) { return steps_that_stay(options, steps); };
-    ckpt::prune_steps(target, options.keep_last, ckpt::FileSystem::current(), keeps);
+    ckpt::prune_steps(path, options.keep_last, ckpt::FileSystem::current(), keeps);
   });
   phases.end(Phase::kPrune, 0);
 }

@@ -92,6 +92,23 @@ TEST(Commit, WhatIsNewReplacesNothing) {
   EXPECT_EQ(read_file(folder.path() / "late/thesis.tex"), "x");
 }
 
+TEST(Commit, LinksAreFollowed) {
+  const TemporaryFolder folder;
+  fs::create_directory(folder.path() / "disk");
+  save_step(folder.path() / "disk/step-1", "old");
+  fs::create_symlink("disk/step-1", folder.path() / "newest");
+  fs::create_symlink("disk/step-2", folder.path() / "next");
+  fs::create_symlink("disk/export", folder.path() / "export");
+  save_step(folder.path() / "newest", "new");
+  save_step(folder.path() / "next/", "two");
+  const TemporaryStep step = begin_new(folder.path() / "export");
+  commit_new(step.path(), folder.path() / "export");
+  EXPECT_EQ(content_of_step(folder.path() / "disk/step-1"), "new");
+  EXPECT_EQ(content_of_step(folder.path() / "disk/step-2"), "two");
+  EXPECT_EQ(list_folder(folder.path() / "disk"), (std::vector<std::string>{"export", "step-1", "step-2"}));
+  for (const char* name : {"newest", "next", "export"}) EXPECT_TRUE(fs::is_symlink(folder.path() / name)) << name;
+}
+
 // Of 4,096 files with 25 GB each: 100 TB. Who reads one of them reads the head and this one's checksums.
 TEST(Commit, ASidecarListsAHundredTerabytes) {
   constexpr int kFiles = 4096;

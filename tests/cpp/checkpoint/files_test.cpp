@@ -1,11 +1,17 @@
 #include "checkpoint/files.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <filesystem>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "checkpoint/output_file.h"
 #include "fsdp/error.h"
 #include "support/faulty_files.h"
 #include "support/messages.h"
@@ -75,6 +81,65 @@ TEST(Files, RemoveTreeFollowsNoLinks) {
   remove_tree(folder.path() / "remove");
   EXPECT_EQ(list_folder(folder.path()), std::vector<std::string>{"keep"});
   EXPECT_EQ(list_folder(folder.path() / "keep"), std::vector<std::string>{"file"});
+}
+
+TEST(OutputFiles, AreCompleteOrNotThere) {
+  const TemporaryFolder folder;
+  const auto path = folder.path() / "page.html";
+  write_output(path, "one");
+  struct stat before {};
+  ASSERT_EQ(::stat(path.c_str(), &before), 0);
+  write_output(path, "two");
+  struct stat after {};
+  ASSERT_EQ(::stat(path.c_str(), &after), 0);
+  EXPECT_NE(before.st_ino, after.st_ino) << "written beside and renamed";
+  EXPECT_EQ(read_file(path), "two");
+  const auto beside_none = folder.path() / "none" / "page.html";
+  EXPECT_EQ(message_of([&] { write_output(beside_none, "x"); }), "cannot write " + beside_none.string() + ": No such file or directory");
+  std::filesystem::create_directory(folder.path() / "folder");
+  EXPECT_THROW(write_output(folder.path() / "folder", "x"), Error);
+  EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"folder", "page.html"})) << "nothing is left beside them";
+}
+
+TEST(OutputFiles, GoWhereLinksLead) {
+  const TemporaryFolder folder;
+  folder.write("real/page", "old");
+  std::filesystem::create_symlink("real", folder.path() / "folder");
+  std::filesystem::create_symlink("folder/page", folder.path() / "link");
+  std::filesystem::create_symlink(folder.path() / "link", folder.path() / "to_link");
+  std::filesystem::create_symlink("real/new", folder.path() / "dangling");
+  std::filesystem::create_symlink("circle", folder.path() / "circle");
+  write_output(folder.path() / "to_link", "text");
+  write_output(folder.path() / "dangling", "more");
+  EXPECT_EQ(read_file(folder.path() / "real/page"), "text");
+  EXPECT_EQ(read_file(folder.path() / "real/new"), "more");
+  EXPECT_THROW(write_output(folder.path() / "circle", "x"), Error);
+  for (const char* name : {"link", "to_link", "dangling", "circle"}) EXPECT_TRUE(std::filesystem::is_symlink(folder.path() / name)) << name;
+  EXPECT_EQ(list_folder(folder.path() / "real"), (std::vector<std::string>{"new", "page"}));
+}
+
+// As /dev/null and `--json /dev/stdout | jq`.
+TEST(OutputFiles, ArePassedToWhatIsNoRegularFile) {
+  const TemporaryFolder folder;
+  const auto fifo = (folder.path() / "fifo").string();
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  EXPECT_TRUE(is_written_in_place(fifo));
+  EXPECT_FALSE(is_written_in_place(folder.path() / "file"));
+  std::string received;
+  std::thread reader([&] { received = read_file(fifo); });
+  write_output(fifo, "through the pipe");
+  reader.join();
+  EXPECT_EQ(received, "through the pipe");
+  EXPECT_TRUE(std::filesystem::is_fifo(fifo));
+  // A descriptor goes on where it is.
+  const auto path = (folder.path() / "file").string();
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT, 0600);
+  ASSERT_EQ(::write(file, "before ", 7), 7);
+  write_output("/dev/fd/" + std::to_string(file), "text");
+  ASSERT_EQ(::write(file, " after", 6), 6);
+  ::close(file);
+  EXPECT_EQ(read_file(path), "before text after");
+  EXPECT_EQ(list_folder(folder.path()), (std::vector<std::string>{"fifo", "file"}));
 }
 
 }  // namespace files_test

@@ -2,20 +2,14 @@
 
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
-#include "fsdp/error.h"
 #include "report/synthetic_ranks.h"
 #include "report/timeline.h"
-#include "report/timeline_files.h"
 #include "report/trace_json.h"
-#include "support/temporary_folder.h"
 
 namespace timeline_page_test {
 
@@ -172,22 +166,6 @@ TEST(TraceJson, IsWhatPerfettoReads) {
   for (const auto& rank : timeline.ranks) expected += rank.collectives.size();
   EXPECT_EQ(waits, expected);
   EXPECT_NE(trace_json(timeline).find("\"FSDP::all_gather (model.layers.3)\""), std::string::npos) << "as torch.profiler shows it";
-}
-
-TEST(TimelineFiles, AreWholeOrNotThere) {
-  const fsdp::testing::TemporaryFolder folder;
-  const auto file = folder.path() / "page.html";
-  fsdp::report::write_whole(file, "one");
-  fsdp::report::write_whole(file, "two");
-  std::ostringstream text;
-  text << std::ifstream(file).rdbuf();
-  EXPECT_EQ(text.str(), "two");
-  EXPECT_THROW(fsdp::report::write_whole(folder.path() / "none" / "page.html", "x"), fsdp::Error);
-  std::filesystem::create_directory(folder.path() / "is_folder");
-  EXPECT_THROW(fsdp::report::write_whole(folder.path() / "is_folder", "x"), fsdp::Error);
-  std::size_t files = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder.path())) ++files;
-  EXPECT_EQ(files, 2U) << "nothing is left beside them";
 }
 
 }  // namespace timeline_page_test

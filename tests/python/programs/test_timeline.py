@@ -185,13 +185,25 @@ def test_a_plan_stands_beside_what_was_measured(run: Path, tmp_path: Path) -> No
     assert "the plan is for 8 ranks, and these events are of a run of 2" in done.stderr
 
 
+def test_json_for_another_program_stays_alone(run: Path, tmp_path: Path) -> None:
+    done = timeline(run / "events", "--json", "/dev/stdout")  # a pipe
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert "/dev/stdout: " in done.stderr
+    target, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert timeline(run / "events", "--html", link).returncode == 0
+    assert link.is_symlink()
+    assert "<html" in target.read_text()
+
+
 def test_what_is_wrong_is_said(run: Path, tmp_path: Path) -> None:
     for arguments, said in (
         ([tmp_path], "FSDP_EVENTS=FOLDER"),
         ([tmp_path / "missing"], "missing"),
         ([run / "events", "--steps", "5-3"], "no range of steps"),
         ([run / "events", "--steps", "90-91"], "no rank has kept events of these steps"),
-        ([run / "events", "--json", tmp_path / "none" / "trace.json"], "can't be written"),
+        ([run / "events", "--json", tmp_path / "none" / "trace.json"], "cannot write"),
     ):
         done = timeline(*arguments)
         assert done.returncode == 2, arguments
