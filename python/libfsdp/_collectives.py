@@ -126,6 +126,10 @@ class Collectives:
         mine = dist.get_rank(self._group) == root
         dist.scatter(into, shards if mine else None, src=source, group=self._group)
 
+    def global_rank(self, rank: int) -> int:
+        """Returns the global rank of rank `rank` of the group, for errors."""
+        return dist.get_global_rank(self._group, rank)
+
     def barrier(self) -> None:
         """Blocks until all ranks have arrived."""
         dist.barrier(self._group)

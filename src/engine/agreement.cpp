@@ -24,19 +24,20 @@ std::string describe(const std::vector<Unit*>& units, std::span<const UnitText> 
 
 /// Finds the first parameter whose first values differ. A parameter is not compared with ranks that have no checksum of it.
 std::optional<DifferentValues> different_values(const std::vector<Unit*>& units, const comm::Ranks& ranks,
-                                                const std::vector<std::int64_t>& values) {
+                                                std::vector<std::int64_t> values, std::int64_t global_rank) {
+  values.insert(values.begin(), global_rank);
   const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
   const auto* of_first = all.const_data_ptr<std::int64_t>();
   for (std::int64_t rank = 1; rank < all.size(0); ++rank) {
     const auto* of_other = of_first + rank * all.size(1);
-    std::size_t at = 0;
+    std::size_t at = 1;
     for (const auto* unit : units) {
       for (std::size_t i = 0; i < unit->parameters.size(); ++i) {
         const auto a = of_first[at], b = of_other[at];
         ++at;
         if (a == b || a == 0 || b == 0) continue;
         auto text =
-            std::string("ranks 0 and ").append(std::to_string(rank)) + " of " + std::to_string(ranks.size()) +
+            std::string("ranks ").append(std::to_string(of_first[0])) + " and " + std::to_string(of_other[0]) +
             " began with different values of parameter '" + unit->parameters[i].name + "' of unit '" + unit->name +
             "', and nothing has been written to it since: each rank has its rows of its own values. Seed all ranks alike before the "
             "model is made, or load or broadcast values before the first forward. With check_initial_values this is an error of "
@@ -64,7 +65,8 @@ Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std:
           .same_values = all.select(1, 2).eq(facts[2]).all().item<bool>()};
 }
 
-std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts) {
+std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts,
+                                   std::int64_t global_rank) {
   // Python's dispatch modes (for fake tensors, or to count operators) apply to the model's computation only.
   const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
   std::vector<DifferentValues> different;
@@ -86,7 +88,7 @@ std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units,
     const auto agreement = agree_on_model(ranks, text, values);
     if (!agreement.same_text) ranks.compare(text, {.operation = "fully_shard", .unit = first->name});
     if (!agreement.same_values) {
-      if (auto found = different_values(together, ranks, values)) different.push_back(std::move(*found));
+      if (auto found = different_values(together, ranks, values, global_rank)) different.push_back(std::move(*found));
     }
     for (auto* unit : together) unit->place.model = agreement.model;
   }

@@ -39,7 +39,9 @@ struct DifferentValues {
 
 /// Gives the units the number of their model, and compares the ranks' descriptions of them. Units on the same ranks share one exchange.
 /// Collective over the ranks of each unit. Throws Error on all ranks, with the lines that differ, if parameters or settings differ. If only
-/// initial values differ, returns the first difference of each set of ranks, which all ranks of the set get.
-std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts);
+/// initial values differ, returns the first difference of each set of ranks, which all ranks of the set get. It names ranks
+/// by their `global_rank`.
+std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts,
+                                   std::int64_t global_rank);
 
 }  // namespace fsdp::engine

@@ -182,8 +182,10 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   filling.run([&] { shard::fill_buffers(draft.plans, engine->units(), options.initial_values); });
   compare_everywhere(options.mesh, draft.tensor_parallel, filling.text(), filling.text());
   filling.rethrow();
-  auto different = options.initial_values == InitialValues::kOwn && !options.check_initial_values ? engine::agree(engine->units(), initial)
-                                                                                                  : std::vector<engine::DifferentValues>();
+  std::vector<engine::DifferentValues> different;
+  if (options.initial_values == InitialValues::kOwn && !options.check_initial_values) {
+    different = engine::agree(engine->units(), initial, options.mesh.rank());
+  }
   model->validate = api::check_of_registrations(module);
   if (!different.empty()) {  // The program may load others before it trains.
     model->after_first_backward = [&owner = *engine, different = std::move(different)] { warn_of(different, owner); };

@@ -51,7 +51,7 @@ void HookedModel::add(const std::shared_ptr<HookedUnit>& unit, std::optional<std
 std::string HookedModel::agree(std::vector<engine::UnitText> texts) {
   const auto& units = engine_->units();
   const bool gathers = std::any_of(units.begin(), units.end(), [](const auto& unit) { return !unit->replicated_optimizer(); });
-  if (gathers) return text_of(engine::agree(units, texts));
+  if (gathers) return text_of(engine::agree(units, texts, engine_->options().mesh.rank()));
   to_agree_on_ = std::move(texts);
   return "";
 }
@@ -200,7 +200,7 @@ void HookedModel::watch_backward() {
   if (!announced) return;
   last_forward_ = LastForward::kDone;
   if (to_agree_on_.empty()) return;
-  const auto warning = text_of(engine::agree(engine_->units(), to_agree_on_));
+  const auto warning = text_of(engine::agree(engine_->units(), to_agree_on_, engine_->options().mesh.rank()));
   to_agree_on_.clear();
   if (!warning.empty()) TORCH_WARN(warning);
 }

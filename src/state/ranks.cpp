@@ -2,8 +2,8 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "checkpoint/commit.h"
 #include "checkpoint/printable.h"
@@ -42,9 +42,10 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-CheckpointRanks::CheckpointRanks(const engine::Engine& engine, Groups groups) : ranks_(rows_of(engine, groups)) {}
+CheckpointRanks::CheckpointRanks(const engine::Engine& engine, Groups groups)
+    : ranks_(rows_of(engine, groups)), global_rank_(engine.options().mesh.rank()) {}
 
-CheckpointRanks::CheckpointRanks(const DeviceMesh& mesh) : ranks_(mesh) {}
+CheckpointRanks::CheckpointRanks(const DeviceMesh& mesh) : ranks_(mesh), global_rank_(mesh.rank()) {}
 
 bool CheckpointRanks::all(bool ok, const char* operation) const { return ranks_.agree(ok, label_of(operation)); }
 
@@ -83,18 +84,18 @@ void CheckpointRanks::together(const std::string& what, const std::function<void
 }
 
 void CheckpointRanks::agree(const std::exception_ptr& failure, const std::string& what) const {
-  const auto failures = gather_everywhere(text_of(failure), "checkpoint: agreement on its success");
+  std::string own = text_of(failure);
+  if (!own.empty()) own = std::to_string(global_rank_) + '\0' + own;
   std::string text;
   bool is_damage = true;
-  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
-    if (failures[rank].empty()) continue;
-    is_damage = is_damage && failures[rank].front() == kDamage;
-    // A failure that several ranks report is listed for the first of them only.
-    if (std::find(failures.begin(), failures.begin() + static_cast<std::ptrdiff_t>(rank), failures[rank]) !=
-        failures.begin() + static_cast<std::ptrdiff_t>(rank)) {
-      continue;
-    }
-    text += "\n  rank " + std::to_string(rank) + ": " + ckpt::printable(failures[rank].substr(1));  // with names from files, perhaps
+  std::set<std::string> listed;  // A failure that several ranks report is listed for the first of them only.
+  for (const auto& of_rank : gather_everywhere(own, "checkpoint: agreement on its success")) {
+    if (of_rank.empty()) continue;
+    const auto end = of_rank.find('\0');
+    const auto message = of_rank.substr(end + 1);
+    is_damage = is_damage && message.front() == kDamage;
+    if (!listed.insert(message).second) continue;
+    text += "\n  rank " + of_rank.substr(0, end) + ": " + ckpt::printable(message.substr(1));  // with names from files, perhaps
   }
   if (text.empty()) return;
   if (is_damage) throw ckpt::DamageError(what + text);

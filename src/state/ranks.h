@@ -48,6 +48,7 @@ class CheckpointRanks {
 
  private:
   comm::Ranks ranks_;
+  std::int64_t global_rank_ = 0;
 };
 
 }  // namespace fsdp::state

@@ -260,8 +260,11 @@ void PythonCommunicator::expect_equal(const std::string& text, const comm::Label
   const auto texts = texts_of_all(text, label);
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank] == texts[0]) continue;
-    throw Error(std::string(label.operation) + ": ranks 0 and " + std::to_string(rank) + " differ: \"" + texts[0] + "\" and \"" +
-                texts[rank] + "\"");
+    const auto global_rank = [&](std::size_t position) {
+      return call(label, [&] { return std::to_string(collectives_.attr("global_rank")(position).cast<std::int64_t>()); });
+    };
+    throw Error(std::string(label.operation) + ": ranks " + global_rank(0) + " and " + global_rank(rank) + " differ: \"" + texts[0] +
+                "\" and \"" + texts[rank] + "\"");
   }
 }
 

@@ -35,12 +35,12 @@ at::Tensor bytes_of(const Call& call) {
   return bytes;
 }
 
-c10::intrusive_ptr<c10d::Work> send_bytes(c10d::Backend& backend, const at::Tensor& bytes, int peer, int tag) {
+c10::intrusive_ptr<c10d::Work> send_bytes(c10d::Backend& backend, const Row& row, const at::Tensor& bytes, int peer, int tag) {
   std::vector<at::Tensor> argument = {bytes};
   try {
     return backend.send(argument, peer, tag);
   } catch (...) {
-    throw std::runtime_error(current_exception_text() + " (sending to rank " + std::to_string(peer) + ")");
+    throw std::runtime_error(current_exception_text() + " (sending to rank " + std::to_string(row.global_rank(peer)) + ")");
   }
 }
 
@@ -104,7 +104,7 @@ Group::Message Group::receive(std::int64_t bytes, int peer, int tag) {
     auto work = control->recv(argument, peer, tag);
     return {std::move(argument[0]), std::move(work)};
   } catch (...) {
-    throw std::runtime_error(current_exception_text() + " (receiving from rank " + std::to_string(peer) + ")");
+    throw std::runtime_error(current_exception_text() + " (receiving from rank " + std::to_string(row.global_rank(peer)) + ")");
   }
 }
 
@@ -136,7 +136,7 @@ void Group::send_header(const Call& call, const Label& label) {
     }
     if (is_one_host()) return;
     Header header{.mine = call, .received = receive(sizeof(Call), previous, tags::header(call.number)), .sent = {bytes_of(call), {}}};
-    header.sent.work = send_bytes(*control, header.sent.bytes, next, tags::header(call.number));
+    header.sent.work = send_bytes(*control, row, header.sent.bytes, next, tags::header(call.number));
     if (beside_ == nullptr) {
       headers_.push_back(std::move(header));
     } else {
@@ -175,7 +175,8 @@ void Group::compare(Header& header) {
   wait(*header.received.work, previous, "receiving from");
   Call theirs;
   std::memcpy(&theirs, header.received.bytes.const_data_ptr(), sizeof(Call));
-  if (theirs != header.mine) throw RowFailure(describe_divergence(header.mine, row.rank, theirs, previous));
+  if (theirs != header.mine)
+    throw RowFailure(describe_divergence(header.mine, row.global_rank(row.rank), theirs, row.global_rank(previous)));
   wait(*header.sent.work, next, "sending to");
 }
 
@@ -209,7 +210,7 @@ void Group::advance_until(std::uint64_t number, const std::function<bool()>& rea
       if (peer == row.rank || !is_closed(peer)) continue;
       // A rank of another host that has left may have done all that others need. A rank that still needs something from it raises an alarm.
       if ((!is_neighbour(peer) || is_done(peer)) && !has_alarm(peer)) continue;
-      return "Connection closed by peer (waiting for rank " + std::to_string(peer) + ")";
+      return "Connection closed by peer (waiting for rank " + std::to_string(row.global_rank(peer)) + ")";
     }
     if (!told && WaitNotice::is_due(begin)) {
       told = true;
@@ -218,7 +219,7 @@ void Group::advance_until(std::uint64_t number, const std::function<bool()>& rea
     if (std::chrono::steady_clock::now() - begin < shared->timeout()) return std::nullopt;
     const std::string text = "Timed out waiting " + std::to_string(shared->timeout().count()) + "ms";
     const int late = late_neighbour(number);
-    return late < 0 ? text : text + " (receiving from rank " + std::to_string(late) + ")";
+    return late < 0 ? text : text + " (receiving from rank " + std::to_string(row.global_rank(late)) + ")";
   };
   comm::advance_all_until(shared->host_memory(), ready, look);
 }
@@ -253,7 +254,7 @@ void Group::wait(c10d::Work& work, int peer, const char* direction) {
   } catch (...) {
     text = current_exception_text();
   }
-  throw std::runtime_error(text + " (" + direction + " rank " + std::to_string(peer) + ")");
+  throw std::runtime_error(text + " (" + direction + " rank " + std::to_string(row.global_rank(peer)) + ")");
 }
 
 bool Group::is_hopeless(int peer) {
@@ -371,7 +372,7 @@ void Group::raise_alarm(const std::string& text) noexcept {
     for (int peer = 0; peer < static_cast<int>(alarms_.size()); ++peer) {
       if (peer == row.rank) continue;
       try {
-        works.push_back(send_bytes(*control, bytes, peer, tags::kAlarm));
+        works.push_back(send_bytes(*control, row, bytes, peer, tags::kAlarm));
       } catch (...) {  // That rank has ended.
       }
     }
@@ -408,11 +409,8 @@ void Group::abort_data() noexcept {
 }
 
 std::string Group::describe_rank() const {
-  std::string text = "rank " + std::to_string(row.rank) + " of " + std::to_string(row.size());
-  if (row.size() != row.world_size) {
-    text += " of '" + row.dim + "' (global rank " + std::to_string(row.global_ranks[static_cast<std::size_t>(row.rank)]) + ")";
-  }
-  return text;
+  const auto text = "rank " + std::to_string(row.global_rank(row.rank)) + " of " + std::to_string(row.world_size);
+  return row.size() == row.world_size ? text : text + " (one of " + std::to_string(row.size()) + " of '" + row.dim + "')";
 }
 
 }  // namespace fsdp::comm

@@ -37,6 +37,8 @@ struct Row {
   std::shared_ptr<StoreProgress> progress = {};  ///< How ranks of different hosts tell each other what they do; may be null.
 
   int size() const { return static_cast<int>(global_ranks.size()); }
+  /// The global rank at a position. Messages name global ranks only, because those of a row differ from row to row.
+  int global_rank(int position) const { return static_cast<int>(global_ranks[static_cast<std::size_t>(position)]); }
 };
 
 /// Returns a text such as "all-gather of unit 'blocks.0'".

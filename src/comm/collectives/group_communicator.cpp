@@ -12,8 +12,8 @@
 #include <exception>
 #include <iostream>
 #include <numeric>
-#include <sstream>
 
+#include "base/classic_stream.h"
 #include "base/exception_text.h"
 #include "base/stable_hash.h"
 #include "comm/parts.h"
@@ -25,7 +25,7 @@ constexpr Label kEndOfTraining = {.operation = "end of training", .unit = {}};
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
-  std::istringstream stream(text);
+  ClassicStream<std::istringstream> stream(text);
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
   return lines;
 }
@@ -271,9 +271,11 @@ void GroupCommunicator::expect_equal(const std::string& text, const Label& label
     if (fact[0] == facts[0] && fact[1] == facts[1]) continue;
     const std::string first = broadcast(text, 0, label);
     const std::string second = broadcast(text, other, label);
-    throw Error(describe(label) + ": rank 0 and rank " + std::to_string(other) +
-                (size() < group_->row.world_size ? " of '" + group_->row.dim + "'" : "") +
-                " differ. Every rank must build the same model and pass the same options." + first_differences(first, second, 0, other));
+    const int rank_a = group_->row.global_rank(0);
+    const int rank_b = group_->row.global_rank(other);
+    throw Error(describe(label) + ": rank " + std::to_string(rank_a) + " and rank " + std::to_string(rank_b) +
+                " differ. Every rank must build the same model and pass the same options." +
+                first_differences(first, second, rank_a, rank_b));
   }
 }
 
@@ -305,7 +307,8 @@ void GroupCommunicator::compare_calls(const Call& mine, const Label& label) {
   const auto other = std::find_if(calls.begin() + 1, calls.end(), [&](const Call& call) { return call != calls[0]; });
   if (other == calls.end()) return;
   try {
-    throw RowFailure(describe_divergence(calls[0], 0, *other, static_cast<int>(other - calls.begin())));
+    const auto& row = group_->row;
+    throw RowFailure(describe_divergence(calls[0], row.global_rank(0), *other, row.global_rank(static_cast<int>(other - calls.begin()))));
   } catch (...) {
     throw group_->failure(label);
   }

@@ -86,7 +86,8 @@ class SharedPending : public GroupPending, public AdvancingCollective {
     const Call* const theirs = shared_.call_of(neighbour, call_.number);
     if (theirs == nullptr || shared_.is_revoked(neighbour)) return nullptr;
     if (*theirs == call_) return shared_.parts_of(neighbour, call_.number);
-    lose(std::make_exception_ptr(RowFailure(describe_divergence(call_, row().rank, *theirs, shared_.first() + neighbour))));
+    lose(std::make_exception_ptr(
+        RowFailure(describe_divergence(call_, row().global_rank(row().rank), *theirs, row().global_rank(shared_.first() + neighbour)))));
     return nullptr;
   }
 

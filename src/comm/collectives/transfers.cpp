@@ -17,7 +17,7 @@ void Transfers::receive(at::Tensor buffer, int peer, int tag) {
   try {
     receives_.push_back({group_.control->recv(argument_, peer, tag), peer});
   } catch (...) {
-    throw std::runtime_error(current_exception_text() + " (receiving from rank " + std::to_string(peer) + ")");
+    throw std::runtime_error(current_exception_text() + " (receiving from rank " + std::to_string(group_.row.global_rank(peer)) + ")");
   }
 }
 
@@ -26,7 +26,7 @@ void Transfers::send(at::Tensor buffer, int peer, int tag) {
   try {
     sends_.push_back({group_.control->send(argument_, peer, tag), peer});
   } catch (...) {
-    throw std::runtime_error(current_exception_text() + " (sending to rank " + std::to_string(peer) + ")");
+    throw std::runtime_error(current_exception_text() + " (sending to rank " + std::to_string(group_.row.global_rank(peer)) + ")");
   }
 }
 

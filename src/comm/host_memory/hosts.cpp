@@ -15,7 +15,9 @@ constexpr int kBoot = 0x20000004;  // a tag of messages, beside those in call.h 
 
 }  // namespace
 
-std::vector<std::string> exchange_bytes(int rank, int size, c10d::Backend& gloo, int tag, const std::string& mine) {
+std::vector<std::string> exchange_bytes(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo, int tag,
+                                        const std::string& mine) {
+  const auto size = static_cast<int>(global_ranks.size());
   std::vector<at::Tensor> buffers;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, int>> works;
   for (int peer = 0; peer < size; ++peer) {
@@ -32,7 +34,7 @@ std::vector<std::string> exchange_bytes(int rank, int size, c10d::Backend& gloo,
     try {
       work->wait();
     } catch (...) {
-      throw std::runtime_error(current_exception_text() + " (rank " + std::to_string(peer) + ")");
+      throw std::runtime_error(current_exception_text() + " (rank " + std::to_string(global_ranks[static_cast<std::size_t>(peer)]) + ")");
     }
   }
   std::vector<std::string> all;
@@ -59,8 +61,8 @@ int ranks_per_host(std::span<const Boot> hosts) {
   return static_cast<int>(ranks);
 }
 
-int ranks_per_host(int rank, int size, c10d::Backend& gloo) {
-  return ranks_per_host(exchange_records(rank, size, gloo, kBoot, Boot::of_this_host()));
+int ranks_per_host(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo) {
+  return ranks_per_host(exchange_records(rank, global_ranks, gloo, kBoot, Boot::of_this_host()));
 }
 
 }  // namespace fsdp::comm

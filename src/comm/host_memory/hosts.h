@@ -11,16 +11,19 @@
 // What ranks of a row tell each other before they can make collectives.
 namespace fsdp::comm {
 
-/// Returns every rank's bytes, by rank. All ranks give the same number of bytes. Collective over `gloo`; blocks. Throws std::runtime_error
-/// if a message can't be sent or received.
-std::vector<std::string> exchange_bytes(int rank, int size, c10d::Backend& gloo, int tag, const std::string& mine);
+/// Returns every rank's bytes, by its position in the row, which is `rank` for this one. `global_ranks` has their global ranks by position,
+/// for errors. All ranks give the same number of bytes. Collective over `gloo`; blocks. Throws std::runtime_error if a message can't be
+/// sent or received.
+std::vector<std::string> exchange_bytes(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo, int tag,
+                                        const std::string& mine);
 
-/// Returns every rank's record, by rank.
+/// Returns every rank's record, by position.
 template <typename Record>
-std::vector<Record> exchange_records(int rank, int size, c10d::Backend& gloo, int tag, const Record& mine) {
+std::vector<Record> exchange_records(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo, int tag,
+                                     const Record& mine) {
   static_assert(std::is_trivially_copyable_v<Record>);
   std::vector<Record> records;
-  for (const std::string& bytes : exchange_bytes(rank, size, gloo, tag, {reinterpret_cast<const char*>(&mine), sizeof(Record)})) {
+  for (const std::string& bytes : exchange_bytes(rank, global_ranks, gloo, tag, {reinterpret_cast<const char*>(&mine), sizeof(Record)})) {
     std::memcpy(&records.emplace_back(), bytes.data(), sizeof(Record));
   }
   return records;
@@ -37,6 +40,6 @@ struct Boot {
 /// How many ranks each host of a row has, if it consists of hosts with equal numbers of ranks, one host's ranks after the other's. Else 1.
 int ranks_per_host(std::span<const Boot> hosts);
 /// The same for the hosts of these ranks. Collective over `gloo`, as exchange_bytes().
-int ranks_per_host(int rank, int size, c10d::Backend& gloo);
+int ranks_per_host(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo);
 
 }  // namespace fsdp::comm

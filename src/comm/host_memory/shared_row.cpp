@@ -70,7 +70,9 @@ Neighbours neighbours_of(int rank, const std::vector<std::shared_ptr<const PeerH
 
 }  // namespace
 
-std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend& gloo, bool wanted, std::chrono::milliseconds timeout) {
+std::shared_ptr<SharedRow> SharedRow::connect(int rank, const std::vector<std::int64_t>& global_ranks, c10d::Backend& gloo, bool wanted,
+                                              std::chrono::milliseconds timeout) {
+  const auto size = static_cast<int>(global_ranks.size());
   HostFacts mine = own_host_facts();
   std::shared_ptr<SharedRow> row;
   try {
@@ -83,7 +85,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     mine.heap = row->host_memory_->address();
     mine.mailbox = *row->host_memory_->heap().offset_of(row->mailbox_);
   }
-  const auto all = exchange_records(rank, size, gloo, kHostFacts, mine);
+  const auto all = exchange_records(rank, global_ranks, gloo, kHostFacts, mine);
   std::vector<std::shared_ptr<const PeerHeap>> found(all.size());
   try {
     for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
@@ -97,7 +99,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
     say_once(current_exception_text());
   }
   const Neighbours neighbours = neighbours_of(rank, found);
-  const auto verdicts = exchange_records(rank, size, gloo, kVerdict, neighbours);
+  const auto verdicts = exchange_records(rank, global_ranks, gloo, kVerdict, neighbours);
   for (int peer = 0; peer < size; ++peer) {
     const auto& theirs = verdicts[static_cast<std::size_t>(peer)];
     if (theirs.count != neighbours.count || theirs.count < 2 || theirs.first != peer / theirs.count * theirs.count) return nullptr;
@@ -108,6 +110,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, int size, c10d::Backend&
   for (int peer = row->first_; peer < row->first_ + row->size_; ++peer) {
     const auto& heap = row->heaps_.emplace_back(std::move(found[static_cast<std::size_t>(peer)]));
     const std::int64_t mailbox = all[static_cast<std::size_t>(peer)].mailbox;
+    row->global_ranks_.push_back(static_cast<int>(global_ranks[static_cast<std::size_t>(peer)]));
     row->mailboxes_.push_back(peer == rank ? row->mailbox_ : reinterpret_cast<const Mailbox*>(heap->at(mailbox)));
   }
   peers_changed();
@@ -197,7 +200,7 @@ bool SharedRow::compare(std::uint64_t number) {
       const Call* const theirs = call_of(previous(), mine.number);
       // If a rank has given up, its alarm says why.
       if (theirs == nullptr || is_revoked(previous())) return false;
-      if (*theirs != mine) throw RowFailure(describe_divergence(mine, first_ + rank_, *theirs, first_ + previous()));
+      if (*theirs != mine) throw RowFailure(describe_divergence(mine, global_rank(rank_), *theirs, global_rank(previous())));
       if (!has_parts) set_done(mine.number);
     }
     uncompared_.pop_front();

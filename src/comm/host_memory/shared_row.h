@@ -28,8 +28,10 @@ class SharedRow {
   /// Finds out which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank where the row
   /// consists of hosts with equal numbers of ranks, one host's ranks after the other's. Otherwise null, on all ranks alike. Silent where
   /// ranks are on different hosts or in different containers; where the system refuses something, a line on stderr says what, once in a
-  /// process. Collective over `gloo`. Throws std::runtime_error if a message can't be sent or received.
-  static std::shared_ptr<SharedRow> connect(int rank, int size, c10d::Backend& gloo, bool wanted, std::chrono::milliseconds timeout);
+  /// process. `rank` is this rank's position among the global ranks of the row. Collective over `gloo`. Throws std::runtime_error if a
+  /// message can't be sent or received.
+  static std::shared_ptr<SharedRow> connect(int rank, const std::vector<std::int64_t>& global_ranks, c10d::Backend& gloo, bool wanted,
+                                            std::chrono::milliseconds timeout);
   ~SharedRow();
   SharedRow(const SharedRow&) = delete;
   SharedRow& operator=(const SharedRow&) = delete;
@@ -92,11 +94,13 @@ class SharedRow {
   };
 
   SharedRow(std::chrono::milliseconds timeout, std::shared_ptr<HostMemory> host_memory);
+  int global_rank(int peer) const { return global_ranks_[static_cast<std::size_t>(peer)]; }
   const Publication* publication_of(int peer, std::uint64_t number) const;
 
   int rank_ = 0;
   int size_ = 1;
   int first_ = 0;
+  std::vector<int> global_ranks_;  // by rank
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<HostMemory> host_memory_;
   c10::DataPtr memory_;  // the memory of this rank's mailbox

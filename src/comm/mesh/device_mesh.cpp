@@ -115,9 +115,9 @@ auto ask_peers(const comm::Row& row, const char* whether, const Ask& ask) {
   try {
     return ask();
   } catch (...) {
-    throw CommError("rank " + std::to_string(row.rank) + " of " + std::to_string(row.size()) + " of mesh dimension '" + row.dim +
-                    "' could not ask its peers whether they share " + whether + ": " + current_exception_text() +
-                    ". A peer has failed or ended: its own message says why, if there is one.");
+    throw CommError("rank " + std::to_string(row.global_rank(row.rank)) + " of " + std::to_string(row.world_size) +
+                    " could not ask its peers of mesh dimension '" + row.dim + "' whether they share " + whether + ": " +
+                    current_exception_text() + ". A peer has failed or ended: its own message says why, if there is one.");
   }
 }
 
@@ -125,7 +125,8 @@ std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, 
                                                           const MeshOptions& options) {
   if (row.size() == 1) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
   const bool wanted = options.shared_memory && comm::process_environment("FSDP_SHARED_MEMORY") != "0";
-  auto shared = ask_peers(row, "memory", [&] { return comm::SharedRow::connect(row.rank, row.size(), *gloo, wanted, options.timeout); });
+  auto shared =
+      ask_peers(row, "memory", [&] { return comm::SharedRow::connect(row.rank, row.global_ranks, *gloo, wanted, options.timeout); });
   if (shared == nullptr) return std::make_shared<comm::PairwiseCommunicator>(row, std::move(gloo));
   return std::make_shared<comm::SharedCommunicator>(row, gloo, std::move(shared));
 }
@@ -133,7 +134,7 @@ std::shared_ptr<comm::Communicator> make_cpu_communicator(const comm::Row& row, 
 std::shared_ptr<comm::Communicator> make_native_communicator(const comm::Row& row, c10::intrusive_ptr<c10d::Backend> backend,
                                                              c10::intrusive_ptr<c10d::Backend> gloo, comm::Group::Ends ends) {
   const int ranks_per_host =
-      row.size() == 1 ? 1 : ask_peers(row, "a host", [&] { return comm::ranks_per_host(row.rank, row.size(), *gloo); });
+      row.size() == 1 ? 1 : ask_peers(row, "a host", [&] { return comm::ranks_per_host(row.rank, row.global_ranks, *gloo); });
   return std::make_shared<comm::NativeCommunicator>(row, std::move(backend), std::move(gloo), ranks_per_host, ends);
 }
 

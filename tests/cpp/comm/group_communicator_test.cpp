@@ -216,16 +216,38 @@ TEST(GroupCommunicator, TimeoutsAreHonoured) {
   }
 }
 
-TEST(GroupCommunicator, ErrorsInARowNameTheGlobalRank) {
-  run_ranks(4, [](int rank) {
-    const auto mesh = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}}, {.timeout = std::chrono::milliseconds(500)});
-    if (rank == 3) {
-      usleep(1'500'000);
-    } else if (rank == 2) {
-      const std::string message = message_of<CommError>([&] { mesh.communicator("dp_shard")->barrier(); });
-      EXPECT_TRUE(has(message, "barrier on rank 0 of 2 of 'dp_shard' (global rank 2) failed: ")) << message;
-    }
-  });
+// A row's own numbers would be those of other ranks of the job.
+TEST(GroupCommunicator, ErrorsInARowNameGlobalRanks) {
+  for (const bool shared : {true, false}) {
+    run_ranks(4, [shared](int rank) {
+      const auto mesh =
+          init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}}, {.timeout = std::chrono::milliseconds(500), .shared_memory = shared});
+      const auto row = mesh.communicator("dp_shard");
+      if (rank < 2) return;
+      const auto differ = message_of<Error>([&] { row->expect_equal("of " + std::to_string(rank), {.operation = "check", .unit = {}}); });
+      EXPECT_TRUE(has(differ, "check: rank 2 and rank 3 differ") && has(differ, "rank 2 has 'of 2', rank 3 has 'of 3'")) << differ;
+      if (rank == 3) {
+        usleep(1'500'000);
+        return;
+      }
+      const auto message = message_of<CommError>([&] { row->barrier(); });
+      EXPECT_TRUE(message.starts_with("barrier on rank 2 of 4 (one of 2 of 'dp_shard') failed: ")) << message;
+      EXPECT_TRUE(has(message, "rank 3)")) << message;
+    });
+  }
+}
+
+TEST(GroupCommunicator, DifferentCallsInARowNameGlobalRanks) {
+  for (const bool shared : {true, false}) {
+    run_ranks(4, [shared](int rank) {
+      const auto mesh = init_device_mesh("cpu", {{"dp_outer", 2}, {"dp_shard", 2}}, {.shared_memory = shared});
+      const auto row = mesh.communicator("dp_shard");
+      if (rank < 2) return;
+      const auto message =
+          message_of<CommError>([&] { rank == 2 ? row->barrier() : row->expect_equal("", {.operation = "check", .unit = {}}); });
+      EXPECT_TRUE(has(message, "the ranks make different calls: rank 2: ") && has(message, "; rank 3: ")) << message;
+    });
+  }
 }
 
 class DebugMode : public ::testing::Test {
