@@ -29,6 +29,7 @@
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/take_newest.h"
+#include "state/texts.h"
 #include "torch_python/python_value.h"
 
 namespace py = pybind11;
@@ -176,6 +177,7 @@ void bind_checkpoint(py::module_& module) {
       .def("add_tensor", &add_tensor, py::arg("path"), py::arg("shape"), py::arg("offsets"), py::arg("values"), kWithoutGil,
            "This rank's part of a tensor: the box at these offsets. It is not copied.")
       .def("add_value", &add_value, py::arg("path"), py::arg("value"), "A plain value.")
+      .def("check_names", &state::check_names, kWithoutGil, "Raises Error for two items of one name.")
       .def_property_readonly("bytes", &state::bytes_of, "Of tensors.");
   py::class_<state::HostBuffer>(module, "HostBuffer", "Host memory that takes parts, used again from save to save.")
       .def(py::init<c10::Device>(), py::arg("device"))
@@ -184,6 +186,12 @@ void bind_checkpoint(py::module_& module) {
              py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), "As fsdp::save. Collective.");
   py::class_<CheckpointReading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
       .def(py::init<const std::string&>(), py::arg("path"), kWithoutGil)
+      .def(
+          "advice_on_prefixes",
+          [](CheckpointReading& reading, const std::string& text, const std::string& option) {
+            return state::advice_on_prefixes(state::prefixes_before(reading.source().names(), text), option);
+          },
+          py::arg("text"), py::arg("option"), "Says below which prefixes the names have this text; empty if none has.")
       .def_property_readonly("names", [](CheckpointReading& reading) { return reading.source().names(); })
       .def_property_readonly(
           "saved", [](CheckpointReading& reading) { return reading.source().saved(); }, "Tells it from others that were saved, or is 0.")

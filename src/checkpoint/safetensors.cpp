@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checkpoint/json_events.h"
+#include "checkpoint/printable.h"
 #include "checkpoint/safetensors_parts.h"
 #include "fsdp/error.h"
 
@@ -216,6 +217,9 @@ std::string header_text(const std::vector<SafetensorsTensor>& tensors, const std
   // Offsets count from the end of the header, whose length they are part of.
   std::int64_t offset = 0;
   for (const SafetensorsTensor& tensor : tensors) {
+    if (!is_utf8(tensor.name)) {
+      throw Error("the name '" + printable_bytes(tensor.name) + "' is not UTF-8, as names in safetensors are; rename it");
+    }
     Shape shape = tensor.shape;
     if (is_packed(tensor.dtype)) shape.back() *= 2;
     header[tensor.name] = {
@@ -266,6 +270,12 @@ SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size,
   std::string bytes(sizeof(length), '\0');
   read(0, bytes);
   std::memcpy(&length, bytes.data(), sizeof(length));
+  // torch.save writes a zip archive; before torch 1.6, it wrote a pickle.
+  if (bytes.starts_with("PK\x03\x04") || bytes.starts_with("\x80\x02\x8a")) {
+    fail(file,
+         "this is a file of torch.save, not a checkpoint. In Python, read it by torch.load, and give it to the model by "
+         "set_model_state_dict; or write it by safetensors.torch.save_file, whose files load() reads");
+  }
   if (length > kMostHeader || static_cast<std::int64_t>(length) > size - kLengthBytes) {
     fail(file, "not a safetensors file, or cut off: its header would have " + std::to_string(length) + " of the file's " +
                    std::to_string(size) + " bytes");

@@ -162,7 +162,7 @@ class Loading {
       if (name.starts_with(options_.optimizer_prefix + "state.") ? with_optimizer : is_of_model(name)) unexpected_.push_back(name);
     }
     if (!options_.strict || (missing_.empty() && unexpected_.empty())) return;
-    std::string text = path_ + " does not fit the model";
+    std::string text = path_ + " does not fit the model" + other_model_prefixes();
     if (!missing_.empty()) text += "\n  missing in the checkpoint:" + lines(missing_);
     if (!unexpected_.empty()) text += "\n  not in the model:" + lines(unexpected_);
     throw Error(text + "\n  (LoadOptions::rename and the prefixes map names, ignore leaves some out, strict = false allows this)");
@@ -245,12 +245,29 @@ class Loading {
     }
   }
 
-  bool has_optimizer() const {
+  /// Throws Error unless the checkpoint has an optimizer's state.
+  void require_optimizer(const engine::Engine& engine) const {
     const auto& names = source_->names();
-    return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return name.starts_with(options_.optimizer_prefix); });
+    if (std::any_of(names.begin(), names.end(), [&](const auto& name) { return name.starts_with(options_.optimizer_prefix); })) return;
+    std::set<std::string> prefixes;
+    for (const auto& unit : engine.units()) {
+      for (std::size_t i = 0; i < unit->parameters.size() && prefixes.empty(); ++i) {
+        prefixes = state::prefixes_before(names, "state." + unit->parameters[i].name + ".");
+      }
+    }
+    const auto advice = state::advice_on_prefixes(prefixes, "LoadOptions::optimizer_prefix");
+    throw Error(path_ + " has no state of an optimizer below '" + options_.optimizer_prefix + "'" +
+                (advice.empty() ? "; load the model alone, or pass strict = false" : advice));
   }
 
  private:
+  /// Says where a checkpoint that lacks names of the model has the first of them.
+  std::string other_model_prefixes() const {
+    const auto first = std::find_if(missing_.begin(), missing_.end(), [](const auto& name) { return name.starts_with(kModelPrefix); });
+    if (first == missing_.end()) return "";
+    return state::advice_on_prefixes(state::prefixes_before(source_->names(), first->substr(kModelPrefix.size())),
+                                     "LoadOptions::model_prefix");
+  }
   /// Returns the saved optimizer's name of a parameter; empty if it is not known.
   std::string saved_name(const std::string& parameter) const {
     const auto states = options_.optimizer_prefix + "state.";
@@ -365,9 +382,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
         if (item.source.defined()) copies.push_back(item);
       }
       if (optimizer != nullptr) {
-        if (options.strict && !loading->has_optimizer()) {
-          throw Error(path + " has no state of an optimizer; load the model alone, or pass strict = false");
-        }
+        if (options.strict) loading->require_optimizer(*engine);
         steps.emplace(*optimizer);
         settings.emplace(*optimizer);
         if (ranks.index() == 0) counts = steps->read(*loading);

@@ -6,11 +6,14 @@
 #include <torch/torch.h>
 
 #include <exception>
+#include <map>
 #include <numeric>
+#include <string_view>
 #include <type_traits>
 #include <variant>
 
 #include "base/any_strides.h"
+#include "checkpoint/printable.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "memory/device_memory.h"
@@ -174,6 +177,66 @@ GradScalerState grad_scaler_state(const std::function<PythonValue(const std::str
   return state;
 }
 
+namespace {
+
+/// "extra['a.b'][0]"
+std::string text_of(const DcpPath& path) {
+  std::string text;
+  for (const auto& part : path) {
+    const auto* name = std::get_if<std::string>(&part);
+    if (text.empty() && name != nullptr) {
+      text = *name;
+    } else {
+      text += name != nullptr ? "['" + *name + "']" : "[" + std::to_string(std::get<std::int64_t>(part)) + "]";
+    }
+  }
+  return text;
+}
+
+/// Returns the first text in a value that is not UTF-8; null if there is none.
+const std::string* unreadable_text(const PythonValue& value) {
+  const auto among = [](const auto& items) -> const std::string* {
+    for (const auto& item : items) {
+      if (const auto* found = unreadable_text(item)) return found;
+    }
+    return nullptr;
+  };
+  if (const auto* text = std::get_if<std::string>(&value.value)) return ckpt::is_utf8(*text) ? nullptr : text;
+  if (const auto* list = std::get_if<PythonValue::List>(&value.value)) return among(list->items);
+  if (const auto* tuple = std::get_if<PythonValue::Tuple>(&value.value)) return among(tuple->items);
+  if (const auto* dict = std::get_if<PythonValue::Dict>(&value.value)) {
+    for (const auto& entry : dict->items) {
+      const auto* found = unreadable_text(entry.key);
+      if (found == nullptr) found = unreadable_text(entry.value);
+      if (found != nullptr) return found;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void check_names(const Snapshot& snapshot) {
+  std::map<std::string_view, const DcpPath*> paths;
+  const auto check = [&](const std::string& key, const DcpPath& path) {
+    if (!ckpt::is_utf8(key)) {
+      throw Error("the name '" + ckpt::printable_bytes(key) + "' is not UTF-8, and Python could read nothing of the checkpoint; rename it");
+    }
+    const auto [found, is_new] = paths.emplace(key, &path);
+    if (!is_new) {
+      throw Error(text_of(*found->second) + " and " + text_of(path) + " would both be saved by the name '" + key + "'; rename one of them");
+    }
+  };
+  for (const auto& tensor : snapshot.tensors) check(tensor.key, tensor.path);
+  for (const auto& object : snapshot.objects) {
+    check(object.key, object.path);
+    if (const auto* text = unreadable_text(object.value)) {
+      throw Error("'" + object.key + "' has the text '" + ckpt::printable_bytes(*text) +
+                  "', which is not UTF-8, and Python could not read it; save it as bytes (ExtraBytes)");
+    }
+  }
+}
+
 std::int64_t bytes_of(const Snapshot& snapshot) {
   std::int64_t bytes = 0;
   for (const auto& tensor : snapshot.tensors) {
@@ -253,6 +316,7 @@ Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const Ex
     }
     add_extra(snapshot, DcpPath{kExtra}, extra);
   }
+  check_names(snapshot);
   return snapshot;
 }
 

@@ -107,6 +107,9 @@ class HostBuffer {
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                        const CheckpointRanks& ranks);
 
+/// Throws Error for two items of one name, and for a name or a text that is not UTF-8, which Python could not read.
+void check_names(const Snapshot& snapshot);
+
 /// Returns the size of the snapshot's values in bytes.
 std::int64_t bytes_of(const Snapshot& snapshot);
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstddef>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +13,27 @@ inline std::string lines(const std::vector<std::string>& names) {
   std::string text;
   for (const auto& name : names) text += "\n    " + name;
   return text;
+}
+
+/// Returns what stands before `text` in the names that end in it, or, if it ends in a dot, in those that contain it: the prefixes that a
+/// checkpoint uses for a name of the model ("layers.0.weight") or the state of a parameter ("state.layers.0.weight.").
+inline std::set<std::string> prefixes_before(const std::vector<std::string>& names, std::string_view text) {
+  std::set<std::string> prefixes;
+  for (const auto& name : names) {
+    const auto at = text.ends_with('.') ? name.find(text) : name.ends_with(text) ? name.size() - text.size() : name.npos;
+    if (at != name.npos && (at == 0 || name[at - 1] == '.')) prefixes.insert(name.substr(0, at));
+  }
+  return prefixes;
+}
+
+/// "; it has them below 'm.'": the prefixes under which a checkpoint has what was not found, and the option that takes one. Empty if there
+/// are none, or so many that the name says nothing.
+inline std::string advice_on_prefixes(const std::set<std::string>& prefixes, std::string_view option) {
+  constexpr std::size_t kMost = 5;
+  if (prefixes.size() > kMost) return "";
+  std::string text;
+  for (const auto& prefix : prefixes) text += (text.empty() ? "'" : ", '") + prefix + "'";
+  return text.empty() ? text : "; it has this below " + text + ": pass " + std::string(option) + " with that prefix";
 }
 
 /// A text of several fields, each followed by '\0', in which ranks send each other several values.

@@ -23,6 +23,16 @@ constexpr int kDeepest = 100;  // the same limit as for reading
       "these. Tensors get names of their own");
 }
 
+/// A text of Python may have surrogates, as names of files that are not UTF-8 get them.
+std::string text_of(py::handle object, const std::string& name) {
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (text != nullptr) return {text, static_cast<std::size_t>(size)};
+  PyErr_Clear();
+  throw Error("'" + name + "' has the text " + py::repr(object).cast<std::string>() +
+              ", whose surrogates have no place in a checkpoint: save it as bytes, by os.fsencode() if it is the name of a file");
+}
+
 template <typename Sequence>
 Sequence items_of(py::handle object, const std::string& name, int depth);
 
@@ -37,7 +47,7 @@ PythonValue value_of(py::handle object, const std::string& name, int depth) {
     return {static_cast<std::int64_t>(whole)};
   }
   if (PyFloat_Check(object.ptr())) return {PyFloat_AS_DOUBLE(object.ptr())};
-  if (PyUnicode_Check(object.ptr())) return {object.cast<std::string>()};
+  if (PyUnicode_Check(object.ptr())) return {text_of(object, name)};
   if (PyBytes_Check(object.ptr())) return {PythonValue::Bytes{object.cast<std::string>()}};
   if (PyTuple_Check(object.ptr())) return {items_of<PythonValue::Tuple>(object, name, depth)};
   if (PyList_Check(object.ptr())) return {items_of<PythonValue::List>(object, name, depth)};

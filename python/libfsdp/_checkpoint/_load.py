@@ -141,11 +141,11 @@ def load_latest(
 ) -> Loaded | None:
     """Loads the newest complete checkpoint in a folder, as rank 0 sees it: the one that was saved last.
 
-    If the newest one is damaged, the one before it is taken, and every rank is warned. A warning also names newer checkpoints that
-    torch.distributed.checkpoint wrote, which are not taken. Collective.
+    If the newest one is damaged, the one before it is taken, and every rank prints a warning. It also names newer checkpoints that are
+    not taken, because torch.distributed.checkpoint wrote them, or because their names do not end in a number. Collective.
 
     Args:
-        folder: the folder of the checkpoints, whose names end in a number; it need not exist.
+        folder: the folder of the checkpoints, whose names end in a number of any length; it need not exist.
         model: see libfsdp.load, which has the same arguments.
         optimizer: see there.
         strict: see there.
@@ -161,7 +161,7 @@ def load_latest(
         process_group: see there.
 
     Returns:
-        None if there is none.
+        None if there is none; rank 0 prints a warning then.
 
     Raises:
         Error: also if all are damaged, or if a disk error prevents the check whether one is complete.
@@ -260,7 +260,11 @@ class _Load:
         self._names = of_model.names
         self._scaler = loading.grad_scaler()
         if self._optimizers and not loading.has_optimizer() and self._options.strict:
-            raise _C.Error(f"{self._path} has no state of an optimizer; load the model alone, or pass strict=False")
+            advice = loading.other_optimizer_prefixes(self._names.values())
+            raise _C.Error(
+                f"{self._path} has no state of an optimizer below {self._options.optimizer_prefix!r}"
+                f"{advice or '; load the model alone, or pass strict=False'}"
+            )
         return loading
 
     def _take_state(self, loading: Loading) -> None:
@@ -324,7 +328,7 @@ class _Load:
             missing = sorted(names.missing)
             unexpected = loading.unexpected(names.used, with_optimizer=with_optimizer)
             if self._options.strict and (missing or unexpected):
-                raise _C.Error(_does_not_fit(self._path, missing, unexpected))
+                raise _C.Error(_does_not_fit(loading, missing, unexpected))
             kept = sorted({name for failed in self._failed_before for name in failed.names} - names.replaced)
             if kept:
                 raise _C.Error(
@@ -393,8 +397,8 @@ def _lines(names: list[str]) -> str:
     return "".join(f"\n    {name}" for name in names)
 
 
-def _does_not_fit(path: str, missing: list[str], unexpected: list[str]) -> str:
-    text = f"{path} does not fit the model"
+def _does_not_fit(loading: Loading, missing: list[str], unexpected: list[str]) -> str:
+    text = f"{loading.path} does not fit the model{loading.other_model_prefixes(missing)}"
     if missing:
         text += f"\n  missing in the checkpoint:{_lines(missing)}"
     if unexpected:

@@ -14,7 +14,7 @@ from libfsdp._checkpoint._arguments import check_functions, check_grad_scaler, c
 from libfsdp._checkpoint._random import generator_states, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from libfsdp._checkpoint._items import Item, ModelState
 
@@ -199,6 +199,16 @@ class Loading:
 
     def has_optimizer(self) -> bool:
         return any(name.startswith(self.options.optimizer_prefix) for name in self.all_names)
+
+    def other_optimizer_prefixes(self, parameters: Iterable[str]) -> str:
+        """Says where a checkpoint without optimizer state below the prefix has some, for an error."""
+        advice = (self.reading.advice_on_prefixes(f"state.{name}.", "optimizer_prefix") for name in parameters)
+        return next(filter(None, advice), "")
+
+    def other_model_prefixes(self, missing: list[str]) -> str:
+        """Says where a checkpoint that lacks names of the model has the first of them, for an error."""
+        first = next((name.removeprefix(_MODEL) for name in missing if name.startswith(_MODEL)), None)
+        return "" if first is None else self.reading.advice_on_prefixes(first, "model_prefix")
 
     def _saved_groups(self) -> list[dict[str, Any]]:
         """For each group of the saved optimizer, the names of values by setting; "params" has the names of its parameters."""

@@ -260,6 +260,7 @@ def _collect(
         parts = _C.Snapshot()
         for item, is_shared in zip(items, shared, strict=True):
             if first_of[item.part] == together.index if is_shared else item.writes:
+                _check_text(item.path)
                 parts.add_tensor(item.path, item.shape, item.offsets, item.values)
         for path, value in values.items():
             if first_of[".".join(path)] == together.index:
@@ -278,6 +279,7 @@ def _collect(
                 parts.add_value(("scaler", name), value)
             for name, value in (of_program.extra or {}).items():
                 _add(parts, ("extra", name), value)
+        parts.check_names()
         if buffer is not None:
             buffer.take(parts)
         return parts
@@ -287,6 +289,7 @@ def _collect(
 
 def _add(parts: _C.Snapshot, path: tuple[str | int, ...], value: Any) -> None:
     """Adds a value of the program. As in torch.distributed.checkpoint, containers with tensors are taken apart."""
+    _check_text(path)
     if isinstance(value, torch.Tensor):
         parts.add_tensor(path, list(value.shape), [0] * value.ndim, value)
     elif isinstance(value, dict) and _holds_tensors(value) and all(isinstance(key, str) for key in value):
@@ -297,6 +300,15 @@ def _add(parts: _C.Snapshot, path: tuple[str | int, ...], value: Any) -> None:
             _add(parts, (*path, i), item)
     else:
         parts.add_value(path, value)
+
+
+def _check_text(path: tuple[str | int, ...]) -> None:
+    """Raises Error for a name with surrogates, which no other program could read."""
+    name = ".".join(map(str, path))
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise _C.Error(f"the name {name!r} has surrogates, which have no place in a checkpoint; rename it") from None
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -18,5 +18,18 @@ TEST(Printable, WhatATerminalCouldObeyIsEscaped) {
   EXPECT_EQ(printable_line("two\n\tlines"), "two\\x0a\\x09lines");
 }
 
+TEST(Printable, TellsUtf8FromOtherBytes) {
+  for (const char* text :
+       {"", "a.weight", "\xc3\xa4", "\xe2\x82\xac", "\xf0\x9f\x99\x82", "\xed\x9f\xbf", "\xee\x80\x80", "\xf4\x8f\xbf\xbf"}) {
+    EXPECT_TRUE(is_utf8(text)) << printable_bytes(text);
+  }
+  // Alone, cut off, longer than needed, surrogates, and beyond the last character.
+  for (const char* text : {"\xff", "a\x80", "\xc3", "\xe2\x82", "\xc3z", "\xc1\x81", "\xe0\x80\x80", "\xf0\x80\x80\x80", "\xed\xa0\x80",
+                           "\xed\xbf\xbf", "\xf4\x90\x80\x80", "\xf8\x88\x80\x80\x80"}) {
+    EXPECT_FALSE(is_utf8(text)) << printable_bytes(text);
+  }
+  EXPECT_EQ(printable_bytes("a\xff\n"), "a\\xff\\x0a");
+}
+
 }  // namespace printable_test
 }  // namespace fsdp::ckpt

@@ -298,6 +298,16 @@ TEST(Safetensors, PartsOfRanksAreOneTensor) {
             std::string::npos);
 }
 
+TEST(Safetensors, AFileOfTorchSaveIsRecognised) {
+  const TemporaryFolder folder;
+  for (const std::string begin : {"PK\x03\x04", "\x80\x02\x8a"}) {  // of today's torch, and of torch before 1.6
+    folder.write("model.pt", begin + std::string(100, 'x'));
+    const auto message = message_of([&] { read_safetensors(folder.path() / "model.pt"); });
+    EXPECT_NE(message.find("model.pt: this is a file of torch.save, not a checkpoint. In Python, read it by torch.load"), std::string::npos)
+        << message;
+  }
+}
+
 TEST(Safetensors, WhatTheFormatLacksIsAnError) {
   EXPECT_NE(message_of([] { plan_safetensors({{.name = "a", .dtype = Dtype::complex128, .shape = {2}}}); }).find("do not know"),
             std::string::npos);
@@ -309,7 +319,8 @@ TEST(Safetensors, WhatTheFormatLacksIsAnError) {
             "'__metadata__' cannot be the name of a tensor");
   EXPECT_NE(message_of([] { plan_safetensors({{.name = "a", .dtype = Dtype::float4_e2m1fn_x2, .shape = {}}}); }).find("no last dimension"),
             std::string::npos);
-  EXPECT_NE(message_of([] { plan_safetensors({{.name = "\xFF", .shape = {2}}}); }).find("cannot be written as JSON"), std::string::npos);
+  EXPECT_NE(message_of([] { plan_safetensors({{.name = "\xFF", .shape = {2}}}); }).find("the name '\\xff' is not UTF-8"),
+            std::string::npos);
 }
 
 }  // namespace safetensors_test

@@ -4,6 +4,8 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <filesystem>
+#include <memory>
 #include <string>
 
 #include "fsdp/fsdp.h"
@@ -112,6 +114,38 @@ TEST_F(Extra, ComesFromPython) {
     ASSERT_EQ(seen.size(), 3U);
     EXPECT_TRUE(std::holds_alternative<ExtraNone>(seen[0]));
     EXPECT_EQ(get_extra<std::string>(std::get<ExtraDict>(seen[2]).items, "file"), "a.txt");
+  });
+}
+
+// Python could read nothing of such a checkpoint, and a program could not tell which value it gets.
+TEST_F(Extra, NamesThatPythonCannotReadOrThatCollideAreRefused) {
+  struct Named : torch::nn::Module {
+    explicit Named(const std::string& name) { register_module(name, torch::nn::Linear(2, 2)); }
+  };
+  run_ranks(2, [&](int rank) {
+    const auto model = std::make_shared<Named>("good");
+    fsdp::fully_shard(*model, {.mesh = line()});
+    const auto refused = [&](const std::string& text, const ExtraState& extra) {
+      const auto message = message_of([&] { fsdp::save(path("a"), *model, extra); });
+      EXPECT_TRUE(has(message, "nothing was saved:") && has(message, text)) << message;
+    };
+    refused("extra['a.b'] and extra['a']['b'] would both be saved by the name 'extra.a.b'; rename one of them",
+            {{"a", ExtraDict{{{"b", 1.0}}}}, {"a.b", std::int64_t{1}}});
+    refused("extra['a'][0] and extra['a.0'] would both be saved by the name 'extra.a.0'",
+            {{"a", ExtraList{{at::ones(1)}}}, {"a.0", std::int64_t{1}}});
+    refused("the name 'extra.\\xff' is not UTF-8", {{"\xff", true}});
+    refused("'extra.a' has the text 'x\\xc3', which is not UTF-8", {{"a", ExtraList{{std::string("ok"), std::string("x\xc3")}}}});
+    if (rank == 0) EXPECT_FALSE(std::filesystem::exists(path("a")));
+    const auto bad = std::make_shared<Named>("w\xff");
+    fsdp::fully_shard(*bad, {.mesh = line()});
+    const auto unreadable = "the name 'model.w\\xff.weight' is not UTF-8, and Python could read nothing of the checkpoint; rename it";
+    const auto message = message_of([&] { fsdp::save(path("a"), *bad); });
+    EXPECT_TRUE(has(message, unreadable)) << message;
+    fsdp::AsyncSaver saver(*bad);
+    EXPECT_TRUE(has(message_of([&] { saver.save(path("a")); }), unreadable)) << "at once";
+    EXPECT_TRUE(has(message_of([&] { fsdp::export_safetensors(path("b"), *bad); }), "is not UTF-8"));
+    fsdp::save(path("a"), *model, {{"\xc3\xa4.\xf0\x9f\x99\x82", std::string("\xe2\x82\xac")}});
+    EXPECT_EQ(fsdp::load(path("a"), *model).get<std::string>("\xc3\xa4.\xf0\x9f\x99\x82"), "\xe2\x82\xac");
   });
 }
 

@@ -18,6 +18,7 @@ DOCUMENTS = [
     "docs/use/steps.md",
     "docs/use/weights.md",
     "docs/run/corruption.md",
+    "docs/migrate/from-fsdp2.md",
     "docs/migrate/from-megatron-fsdp.md",
     "docs/migrate/megatron-per-module.md",
 ]

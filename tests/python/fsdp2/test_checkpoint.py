@@ -262,6 +262,12 @@ def refusals(folder: str) -> None:
     for value, text in ((object(), "of the type object"), (2**63, "of the type int"), ((torch.ones(1),), "Tensor")):
         with pytest.raises(libfsdp.Error, match=rf"nothing was saved:\n  rank 1: 'rank_extra.1.x'.*{text}"):
             libfsdp.save(f"{folder}/step-2", model, rank_extra={"x": value} if rank == 1 else {})
+    with pytest.raises(libfsdp.Error, match=r"'rank_extra.1.x' has the text 'a\\udcff', whose surrogates have no place"):
+        libfsdp.save(f"{folder}/step-2", model, rank_extra={"x": ["a\udcff"]} if rank == 1 else {})
+    with pytest.raises(libfsdp.Error, match=r"the name 'extra.\\udcff' has surrogates"):
+        libfsdp.save(f"{folder}/step-2", model, extra={"\udcff": 1})
+    with pytest.raises(libfsdp.Error, match=r"extra\['a.b'\] and extra\['a'\]\['b'\] would both be saved by the name"):
+        libfsdp.save(f"{folder}/step-2", model, extra={"a.b": 1, "a": {"b": torch.ones(1)}})
     with pytest.raises(libfsdp.Error, match="keep_best is 1"):
         libfsdp.save(f"{folder}/step-2", model, keep_best=1)
     strangers = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -274,11 +280,15 @@ def refusals(folder: str) -> None:
 
     other = nn.Linear(3, 3)
     libfsdp.fully_shard(other)
-    with pytest.raises(libfsdp.Error, match=r"does not fit the model\n  missing in the checkpoint:\n    model.bias\n"):
+    with pytest.raises(libfsdp.Error, match=r"does not fit the model.*\n  missing in the checkpoint:\n    model.bias\n"):
         libfsdp.load(f"{folder}/step-1", other)
     loaded = libfsdp.load(f"{folder}/step-1", other, strict=False)
     assert loaded.missing == ["model.bias", "model.weight"]
     assert len(loaded.unexpected) == len(before)
+    with pytest.raises(libfsdp.Error, match=r"does not fit the model; it has this below 'model.': pass model_prefix"):
+        libfsdp.load(f"{folder}/step-1", model, model_prefix="m.")
+    with pytest.raises(libfsdp.Error, match=r"optimizer below 'o.'; it has this below 'optim.': pass optimizer_prefix"):
+        libfsdp.load(f"{folder}/step-1", model, optimizer, optimizer_prefix="o.")
     name = next(name for name, p in model.named_parameters() if p.ndim == 2)
     shape = list(model.get_parameter(name).shape)
     takes = {"rename": lambda key: f"model.{name}", "ignore": lambda key: key != "model.weight"}
@@ -289,7 +299,7 @@ def refusals(folder: str) -> None:
     libfsdp.load(f"{folder}/step-1", fitting, **takes)  # type: ignore[arg-type]
     assert torch.equal(full(fitting.weight), full(model.get_parameter(name)))
     libfsdp.save(f"{folder}/step-2", model)
-    with pytest.raises(libfsdp.Error, match="has no state of an optimizer; load the model alone, or pass strict=False"):
+    with pytest.raises(libfsdp.Error, match=r"has no state of an optimizer below 'optim.'; load the model alone, or pass strict=False"):
         libfsdp.load(f"{folder}/step-2", model, optimizer)
     assert all(map(torch.equal, map(full, model.parameters()), before))
 
@@ -400,7 +410,10 @@ def damaged(folder: str) -> None:
     dist.barrier()
     with pytest.raises(libfsdp.Error, match=r"no checkpoint in .* is whole"):
         libfsdp.load_latest(folder, model, optimizer)
-    assert libfsdp.load_latest(f"{folder}/none", model) is None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert libfsdp.load_latest(f"{folder}/none", model) is None
+    assert [f"there is no folder {folder}/none" in str(one.message) for one in caught] == [True] * (rank == 0)
 
 
 def test_what_is_damaged_is_not_taken(ranks: StartRanks, tmp_path: Path) -> None:
