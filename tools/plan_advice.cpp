@@ -4,9 +4,10 @@
 #include <cstdint>
 #include <functional>
 #include <iomanip>
-#include <sstream>
 #include <utility>
 #include <vector>
+
+#include "base/classic_stream.h"
 
 namespace fsdp::tools {
 namespace {
@@ -61,7 +62,7 @@ std::string recommendations(const PlanQuestion& question, const torch::nn::Modul
        set<std::string>(&PlanQuestion::reduce_dtype, "bf16")},
   };
   const auto plan_of = [&](const PlanQuestion& tried) { return fsdp::plan(model, sharding(tried, tried.ranks), step(tried, model)); };
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << std::fixed << std::setprecision(2);
   if (fits) {
     for (const auto& [option, why, apply] : less_sent) {

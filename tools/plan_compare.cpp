@@ -4,8 +4,8 @@
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 #include "plan_question.h"
 
@@ -27,7 +27,7 @@ int compare_plans(const std::string& first, const std::string& second) {
             << "\n";
   const auto row = [&](const std::string& name, double of_a, double of_b, int digits) {
     if (of_a == 0 && of_b == 0) return;
-    std::ostringstream ratio;
+    ClassicStream<std::ostringstream> ratio;
     if (of_a > 0) ratio << std::fixed << std::setprecision(3) << of_b / of_a;
     std::cout << std::fixed << std::setprecision(digits) << std::left << std::setw(24) << name << std::right << std::setw(20) << of_a
               << std::setw(20) << of_b << std::setw(10) << ratio.str() << "\n";

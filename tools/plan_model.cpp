@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/classic_stream.h"
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
 #include "plan/config_model.h"
@@ -42,7 +42,7 @@ struct InOrder {
 
 Path path_of(const std::string& name) {
   Path path;
-  std::istringstream parts(name);
+  ClassicStream<std::istringstream> parts(name);
   for (std::string part; std::getline(parts, part, '.');) path.push_back(part);
   return path;
 }

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <iomanip>
 #include <map>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 #include "plan/config_model.h"
 #include "shard/unit_division.h"
@@ -55,7 +55,7 @@ PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const torch:
 }
 
 std::string text_of(const PlannedTime& time) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << std::fixed << std::setprecision(1) << "\nTime of a step, simulated from the given rates: " << time.middle.average_ms() << " ms ("
        << time.from_ms << " to " << time.to_ms << "): computation " << time.middle.compute_ms << " ms, waits " << time.middle.exposed_ms
        << " ms. Tokens per second on each rank: " << time.tokens_per_second << "\n";

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <locale>
 #include <numbers>
 #include <sstream>
 #include <utility>
@@ -60,6 +61,7 @@ void write_loss_plot(const std::string& path, const std::vector<nlohmann::json>&
   const auto y = [&](double bits) { return kHeight - kBottom - bits / highest * (kHeight - kTop - kBottom); };
 
   std::ostringstream svg;
+  svg.imbue(std::locale::classic());  // A decimal comma would separate coordinates.
   svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << " " << kHeight
       << "\" font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
   for (double bits = 0; bits <= highest; bits += tick_distance(highest)) {

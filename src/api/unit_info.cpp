@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <iomanip>
 #include <memory>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp_module.h"
@@ -110,9 +110,9 @@ std::string to_string(const std::vector<UnitInfo>& units) {
   for (const auto& line : lines) {
     for (std::size_t k = 0; k < kColumns; ++k) widths[k] = std::max(widths[k], line[k].size());
   }
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   for (const auto& line : lines) {
-    std::ostringstream padded;
+    ClassicStream<std::ostringstream> padded;
     for (std::size_t k = 0; k < kColumns; ++k) {
       const bool number = k >= 1 && k <= 3;
       padded << (k == 0 ? "" : "  ") << (number ? std::right : std::left) << std::setw(static_cast<int>(widths[k])) << line[k];

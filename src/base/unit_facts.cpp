@@ -3,7 +3,8 @@
 #include <bit>
 #include <iomanip>
 #include <limits>
-#include <sstream>
+
+#include "base/classic_stream.h"
 
 namespace fsdp {
 
@@ -15,7 +16,7 @@ std::string describe_difference(const UnitFacts& facts, const UnitFacts& other) 
     bit <<= 1;
   }
   if (facts.divide_factor == other.divide_factor) return "";
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << std::setprecision(std::numeric_limits<double>::max_digits10) << "gradient_divide_factor "
        << std::bit_cast<double>(facts.divide_factor);
   return text.str();

@@ -2,10 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <map>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "base/classic_stream.h"
 #include "bindings/bindings.h"
 #include "fsdp/step_report.h"
 #include "hooks/hooked_model.h"
@@ -30,7 +30,7 @@ py::dict report(hooks::HookedModel& model, std::int64_t steps) {
     const py::gil_scoped_release no_gil;
     report = step_report(FSDPModule(model.shared_engine(), 0), steps);
   }
-  std::ostringstream table;
+  ClassicStream<std::ostringstream> table;
   table << report;
   py::list waits;
   for (const auto& exposed : report.waits) {

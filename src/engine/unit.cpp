@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "base/stable_hash.h"
 #include "comm/call.h"
 #include "comm/parts.h"
@@ -135,7 +135,7 @@ comm::Label Unit::label(const char* operation) const {
 }
 
 std::string Unit::describe() const {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& parameter = parameters[i];
     const auto& format = formats[layout.positions()[i].sub_buffer];

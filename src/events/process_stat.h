@@ -3,9 +3,10 @@
 #include <cstdint>
 #include <fstream>
 #include <iterator>
-#include <sstream>
 #include <string>
 #include <vector>
+
+#include "base/classic_stream.h"
 
 namespace fsdp::events {
 
@@ -17,7 +18,7 @@ inline std::vector<std::string> process_stat(std::int64_t process) {
   // The name of the program, in parentheses, may have spaces.
   const auto behind_name = text.rfind(')');
   if (behind_name == std::string::npos) return {};
-  std::istringstream fields(text.substr(behind_name + 1));
+  ClassicStream<std::istringstream> fields(text.substr(behind_name + 1));
   return {std::istream_iterator<std::string>(fields), {}};
 }
 

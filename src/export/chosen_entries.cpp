@@ -5,9 +5,9 @@
 #include <iterator>
 #include <map>
 #include <set>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "base/exception_text.h"
 #include "fsdp/error.h"
 
@@ -24,7 +24,7 @@ const Entry& entry_of(const WeightAdapter& adapter, const std::string& name, con
   const auto found = indices.find(name);
   if (found == indices.end()) refuse(adapter, "the model has no parameter '" + name + "'");
   const auto& entry = entries[found->second];
-  std::ostringstream shape;
+  ClassicStream<std::ostringstream> shape;
   shape << at::IntArrayRef(entry.shape);
   if (entry.shape.size() != 2) refuse(adapter, "'" + name + "' is " + shape.str() + ", and no matrix");
   if (!is_converted(entry.own.scalar_type()))
@@ -39,7 +39,7 @@ void check(const WeightAdapter& adapter, const Indices& indices, const std::vect
   const auto& down = entry_of(adapter, adapter.down, indices, entries).shape;
   if (adapter.transposed) std::swap(weight[0], weight[1]);
   if (up[0] == weight[0] && up[1] == down[0] && down[1] == weight[1]) return;
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << "up is " << at::IntArrayRef(up) << " and down is " << at::IntArrayRef(down) << ", whose product is not "
        << at::IntArrayRef(weight);
   refuse(adapter, text.str());

@@ -2,9 +2,9 @@
 
 #include <cstddef>
 #include <exception>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "base/exception_text.h"
 #include "fsdp/error.h"
 
@@ -22,7 +22,7 @@ std::string key(std::int64_t number, const std::string& of) { return "libfsdp/me
 /// What a rank has seen when the time is over.
 std::string verdict_on(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
   if (missing.empty()) return kAllHaveCome;
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << "transfer_plan: " << (missing.size() == 1 ? "rank " : "ranks ");
   for (std::size_t i = 0; i < missing.size(); ++i) text << (i == 0 ? "" : ", ") << missing[i];
   text << " of the group did not come within " << static_cast<double>(timeout.count()) / 1000 << " s";

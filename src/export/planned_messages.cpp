@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <sstream>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
@@ -16,7 +16,7 @@ namespace {
 using ckpt::Box;
 
 std::string text_of(const ckpt::Shape& sizes) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   for (std::size_t d = 0; d < sizes.size(); ++d) text << (d == 0 ? "[" : ", ") << sizes[d];
   return sizes.empty() ? "[]" : text.str() + "]";
 }

@@ -3,8 +3,8 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
-#include <sstream>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
@@ -15,7 +15,7 @@ std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10
 }  // namespace
 
 std::string text_of(const std::vector<int>& ranks) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   for (std::size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
   return "[" + text.str() + "]";
 }
@@ -44,7 +44,7 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
   }
   const auto begin = offsets ? *std::move(offsets) : std::vector<std::int64_t>(static_cast<std::size_t>(into.dim()));
   if (static_cast<std::int64_t>(begin.size()) != into.dim()) {
-    std::ostringstream text;
+    ClassicStream<std::ostringstream> text;
     text << "'" << name << "' is wanted at " << at::IntArrayRef(begin) << ", but goes into a tensor of the shape " << into.sizes();
     throw Error(text.str());
   }

@@ -9,9 +9,9 @@
 #include <limits>
 #include <numeric>
 #include <random>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "export/weight_stream.h"
 #include "fsdp/error.h"
 
@@ -23,7 +23,7 @@ constexpr comm::Label kComparison = {.operation = "full_weights: what has change
 /// A name that no other snapshot has.
 std::string new_id() {
   std::random_device random;
-  std::ostringstream id;
+  ClassicStream<std::ostringstream> id;
   id << std::hex << random() << random();
   return id.str();
 }
@@ -205,7 +205,7 @@ const char* name_of(WeightReceivers receivers) {
 std::vector<std::string> form_of(const std::vector<Entry>& entries, const FullWeightsOptions& options) {
   std::vector<std::string> form = {std::string("ranks ") + name_of(options.ranks)};
   for (const auto& entry : entries) {
-    std::ostringstream line;
+    ClassicStream<std::ostringstream> line;
     for (const auto& name : entry.names) line << "'" << name << "' ";
     line << at::IntArrayRef(entry.shape) << " " << c10::toString(travelling_dtype(entry, options.dtype)) << ", " << entry.own.numel()
          << " elements on this rank";

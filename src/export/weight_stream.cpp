@@ -9,9 +9,9 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
-#include <sstream>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "base/copies.h"
 #include "comm/host_memory/hosts.h"
 #include "comm/parts.h"
@@ -42,7 +42,7 @@ comm::Ranks ranks_of(const Request& request) {
 
 /// What all ranks must ask for alike.
 std::string text_of(const Request& request, const SavedWeights* snapshot) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << "bucket_bytes " << request.options.bucket_bytes << "\ndtype "
        << (request.options.dtype ? c10::toString(*request.options.dtype) : "of the main parameters") << "\nranks "
        << name_of(request.options.ranks) << "\nsince " << (snapshot != nullptr ? text_of_snapshot(*snapshot) : "nothing") << "\n";

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <sstream>
 #include <tuple>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 namespace fsdp::optim {
@@ -28,7 +28,7 @@ struct Batch {
 
 at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_written, Batch& batch) {
   if (tensor.sizes() != value.sizes()) {
-    std::ostringstream text;
+    ClassicStream<std::ostringstream> text;
     text << "a parameter's part of the shape " << value.sizes() << " has state or a gradient of the shape " << tensor.sizes();
     throw Error(text.str());
   }

@@ -2,9 +2,9 @@
 #include <array>
 #include <iomanip>
 #include <ios>
-#include <sstream>
 #include <string>
 
+#include "base/classic_stream.h"
 #include "fsdp/plan.h"
 
 namespace fsdp {
@@ -51,7 +51,7 @@ double gib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); 
 }  // namespace
 
 std::string Plan::svg() const {
-  std::ostringstream svg;
+  ClassicStream<std::ostringstream> svg;
   svg << std::fixed << std::setprecision(2) << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kLeft + kWidth + 20 << " "
       << kTop + kHeight + 70 << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
       << "<text x=\"" << kLeft << "\" y=\"18\">Memory of a rank of " << ranks << " over one step. Peak: " << gib(peak.device())

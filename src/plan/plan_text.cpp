@@ -1,11 +1,10 @@
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/classic_stream.h"
 #include "fsdp/plan.h"
 
 namespace fsdp {
@@ -19,9 +18,7 @@ std::string in_units(double value, double step, const std::vector<const char*>& 
     value /= step;
     ++unit;
   }
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.*f", unit == 0 ? 0 : 2, value);
-  return std::string(text.data()) + (*units[unit] == '\0' ? "" : " ") + units[unit];
+  return with_decimals(value, unit == 0 ? 0 : 2) + (*units[unit] == '\0' ? "" : " ") + units[unit];
 }
 
 std::string bytes_text(std::int64_t bytes) { return in_units(static_cast<double>(bytes), 1024, {"B", "KiB", "MiB", "GiB", "TiB"}); }
@@ -189,7 +186,7 @@ std::string Plan::json() const {
   }
   for (const auto& [what, most] : moments) json["moments"].push_back({{"what", what}, {"most", json_of(most)}});
   for (const auto& link : links) json["links"].push_back({{"dim", link.dim}, {"ranks", link.ranks}, {"sent", json_of(link.sent)}});
-  return json.dump(2);
+  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 std::ostream& operator<<(std::ostream& stream, const Plan& plan) { return stream << plan.text(); }

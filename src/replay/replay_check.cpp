@@ -5,9 +5,9 @@
 #include <torch/serialize.h>
 
 #include <cstring>
-#include <sstream>
 #include <string>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "replay/checker.h"
@@ -26,7 +26,7 @@ at::Tensor batch_as_bytes(const std::vector<at::Tensor>& batch) {
     copies.push_back(batch[i].is_cpu() ? batch[i].detach().clone() : batch[i].detach().cpu());
   }
   copies.push_back(on_device);
-  std::ostringstream stream;
+  ClassicStream<std::ostringstream> stream;
   torch::save(copies, stream);
   const auto text = std::move(stream).str();
   auto bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
@@ -35,7 +35,7 @@ at::Tensor batch_as_bytes(const std::vector<at::Tensor>& batch) {
 }
 
 std::vector<at::Tensor> batch_of_bytes(const at::Tensor& bytes, c10::Device device) {
-  std::istringstream stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
+  ClassicStream<std::istringstream> stream(std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()));
   std::vector<at::Tensor> batch;
   torch::load(batch, stream);
   const auto on_device = batch.back();

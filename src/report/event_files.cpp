@@ -9,10 +9,10 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <stdexcept>
 #include <thread>
 
+#include "base/classic_stream.h"
 #include "events/event_file.h"
 #include "events/process_stat.h"
 #include "events/program_stack.h"
@@ -72,7 +72,7 @@ std::vector<std::string> lines_of_main_thread(const std::string& stack) {
   const auto main_thread = stack.rfind("most recent call first");
   std::vector<std::string> places;
   if (main_thread == std::string::npos) return places;
-  std::istringstream lines(stack.substr(main_thread));
+  ClassicStream<std::istringstream> lines(stack.substr(main_thread));
   for (std::string line; std::getline(lines, line);) {
     if (const auto begin = line.find("File "); begin != std::string::npos) places.push_back(line.substr(begin));
   }
@@ -168,7 +168,7 @@ std::vector<std::string> lines_of_program(const fs::path& folder, const EventWri
   };
   const auto before = read();
   int signal = 0;  // The file's first line is the signal's number.
-  std::istringstream(before) >> signal;
+  ClassicStream<std::istringstream>(before) >> signal;
   if (process_of(writer) != ProcessState::kRunning || signal < 1 || signal > SIGRTMAX || !handles(writer.process, signal)) return {};
   if (kill(static_cast<pid_t>(writer.process), signal) != 0) return {};
   constexpr auto kPatience = std::chrono::seconds(1);

@@ -15,9 +15,9 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string_view>
 
+#include "base/classic_stream.h"
 #include "events/program_stack.h"
 
 namespace fsdp::report {
@@ -56,7 +56,7 @@ std::vector<Frame> frames_in(const std::string& text) {
   std::vector<Frame> frames;
   const auto begin = text.rfind(events::kNativeStack);
   if (begin == std::string::npos) return frames;
-  std::istringstream lines(text.substr(begin));
+  ClassicStream<std::istringstream> lines(text.substr(begin));
   for (std::string line; std::getline(lines, line) && line != events::kEndOfStack;) {
     if (auto frame = frame_of(line)) frames.push_back(std::move(*frame));
   }
@@ -72,7 +72,7 @@ class Modules {
   explicit Modules(std::int64_t process) {
     std::ifstream file("/proc/" + std::to_string(process) + "/maps");
     for (std::string line; std::getline(file, line);) {
-      std::istringstream fields(line);
+      ClassicStream<std::istringstream> fields(line);
       std::string range;
       std::string skipped;
       std::string path;
@@ -159,12 +159,12 @@ std::string without_line(const Frame& frame) {
 std::map<Address, std::vector<std::string>> lines_in(const std::string& path, const std::vector<Address>& offsets) {
   std::vector<std::string> command = {"addr2line", "-a", "-f", "-C", "-i", "-e", path};
   for (const auto offset : offsets) {
-    std::ostringstream text;
+    ClassicStream<std::ostringstream> text;
     text << "0x" << std::hex << offset;
     command.push_back(text.str());
   }
   std::map<Address, std::vector<std::string>> all;
-  std::istringstream output(output_of(command));
+  ClassicStream<std::istringstream> output(output_of(command));
   std::vector<std::string>* lines = nullptr;
   for (std::string function; std::getline(output, function);) {
     if (const auto address = function.starts_with("0x") ? number_in(function) : std::nullopt) {

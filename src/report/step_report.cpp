@@ -3,12 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <tuple>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
@@ -260,11 +260,7 @@ class Reporter {
   StepReport report_;
 };
 
-std::string ms(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), value < 10 ? "%.2f" : "%.1f", value);
-  return text.data();
-}
+std::string ms(double value) { return with_decimals(value, value < 10 ? 2 : 1); }
 
 std::string named(const std::string& unit, const std::string& operation, bool in_backward) {
   return operation + (unit.empty() ? std::string() : " of '" + unit + "'") + (in_backward ? " in backward" : "");

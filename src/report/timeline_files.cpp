@@ -1,16 +1,10 @@
 #include "report/timeline_files.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <charconv>
-#include <cstdio>
-#include <cstring>
-#include <fstream>
 #include <system_error>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 namespace fsdp::report {
@@ -65,12 +59,11 @@ std::string longest_wait(const Timeline& timeline) {
   const auto* longest = found.wait;
   if (longest == nullptr) return {};
   constexpr double kNsPerMs = 1e6;
-  std::array<char, 32> ms{};
-  std::snprintf(ms.data(), ms.size(), "%.2f ms", static_cast<double>(waited(*longest)) / kNsPerMs);
+  const auto ms = with_decimals(static_cast<double>(waited(*longest)) / kNsPerMs, 2) + " ms";
   const auto& unit = timeline.names[longest->unit];
   const auto reason = std::max_element(longest->reasons.begin(), longest->reasons.end()) - longest->reasons.begin();
   const auto why = static_cast<WaitReason>(reason);
-  return "rank " + std::to_string(found.rank->writer.rank) + " waited " + ms.data() + " for the " + timeline.names[longest->operation] +
+  return "rank " + std::to_string(found.rank->writer.rank) + " waited " + ms + " for the " + timeline.names[longest->operation] +
          (unit.empty() ? "" : " of '" + unit + "'") + ": " +
          (why == WaitReason::kLateRank ? "rank " + std::to_string(longest->late_rank) + " was " + timeline.names[longest->late_rank_was]
                                        : std::string(to_string(why)));
@@ -79,24 +72,6 @@ std::string longest_wait(const Timeline& timeline) {
 std::string title_of(const std::filesystem::path& folder) {
   const auto path = folder.lexically_normal();
   return (path.has_filename() ? path : path.parent_path()).string();
-}
-
-void write_whole(const std::filesystem::path& file, const std::string& text) {
-  auto beside = file;
-  beside += ".tmp-" + std::to_string(getpid());
-  std::ofstream stream(beside, std::ios::binary);
-  stream << text;
-  stream.close();
-  std::error_code failed;
-  if (!stream) {
-    failed = std::error_code(errno, std::generic_category());
-  } else {
-    std::filesystem::rename(beside, file, failed);
-  }
-  if (!failed) return;
-  std::error_code none;
-  std::filesystem::remove(beside, none);
-  throw Error(file.string() + " can't be written: " + failed.message());
 }
 
 }  // namespace fsdp::report

@@ -5,11 +5,11 @@
 #include <iterator>
 #include <map>
 #include <set>
-#include <sstream>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "events/row_name.h"
 #include "fsdp/error.h"
 #include "report/native_stack.h"
@@ -28,7 +28,7 @@ constexpr double kComputes = 0.5;  // processors
 
 std::string seconds(std::int64_t ns) {
   const auto number = static_cast<double>(std::max<std::int64_t>(ns, 0)) / static_cast<double>(kSecond);
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << std::fixed << std::setprecision(number < 10 ? 2 : number < 100 ? 1 : 0) << number << " s";
   return text.str();
 }

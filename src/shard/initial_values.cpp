@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <exception>
 #include <span>
-#include <sstream>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "base/any_strides.h"
+#include "base/classic_stream.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
@@ -205,7 +205,7 @@ void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::uni
 }
 
 std::string describe(const torch::nn::Module& root, const FullyShardOptions& options) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << "initial_values " << static_cast<int>(options.initial_values) << "\n";
   if (options.initial_values != InitialValues::kFromRank0) return text.str();
   const auto add = [&](const std::string& what, const at::Tensor& tensor) {

@@ -9,10 +9,10 @@
 #include <iomanip>
 #include <limits>
 #include <numeric>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
 #include "fsdp/deferred_init.h"
@@ -122,7 +122,7 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
 
 /// Describes those settings of a unit that the descriptions of its parameters do not contain.
 std::string describe(const UnitSettings& settings, const FullyShardOptions& options) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << std::setprecision(std::numeric_limits<double>::max_digits10) << "mesh";
   for (const auto& dim : settings.mesh.dims()) text << " " << dim.name << "=" << dim.size;
   text << ", gradient_divide_factor " << settings.gradient_divide_factor << ", reshard_after_forward "
@@ -145,7 +145,7 @@ std::string describe_piece(const std::string& name, const at::Tensor& parameter,
 
 /// Describes the parameters for ranks that hold other parts. Sizes along the divided dimension may differ.
 std::string describe_pieces(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   for (const auto& plan : plans) {
     for (const auto& [name, parameter] : plan.parameters) {
       const auto piece = options.tensor_parallel(name, parameter);
@@ -173,7 +173,7 @@ std::string describe(const std::optional<MemoryBudget>& budget) {
 }
 
 std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions& options) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   const auto digits = [](const Placements& placements) {
     std::string text;
     for (const auto placement : {placements.parameters, placements.gradients, placements.optimizer}) {

@@ -3,11 +3,11 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <set>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 #include "state/source.h"
 
@@ -65,10 +65,9 @@ std::string difference_of_values(Source& a, Source& b, const std::string& name, 
     if (finite.numel() > 0) largest = std::max(largest, finite.max().item<double>());
   }
   if (differ == 0) return "";
-  char text[128];
-  std::snprintf(text, sizeof(text), "%lld of %lld elements differ, by %.6g at most", static_cast<long long>(differ),
-                static_cast<long long>(compared), largest);
-  return text + (not_finite == 0 ? std::string() : ", but for " + std::to_string(not_finite) + " that are not finite");
+  ClassicStream<std::ostringstream> text;
+  text << differ << " of " << compared << " elements differ, by " << largest << " at most";
+  return text.str() + (not_finite == 0 ? std::string() : ", but for " + std::to_string(not_finite) + " that are not finite");
 }
 
 std::string difference_of(Source& a, Source& b, const std::string& name) {

@@ -3,8 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
-#include <sstream>
-
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 namespace py = pybind11;
@@ -58,7 +57,7 @@ constexpr const char* kElsewhere = "Use an optimizer of torch.optim for it";
 bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has(c10::DispatchKey::Python); }
 
 [[noreturn]] void refuse(const std::string& optimizer, const py::dict& group, std::size_t number, std::size_t i, const std::string& what) {
-  std::ostringstream text;
+  ClassicStream<std::ostringstream> text;
   text << optimizer << ": parameter " << i << " of group " << number;
   if (group.contains("param_names")) text << " ('" << py::cast<std::string>(group["param_names"][py::int_(i)]) << "')";
   text << ' ' << what;
@@ -122,7 +121,7 @@ OptimizedGroup optimized(const std::string& optimizer, const py::dict& group, st
     if (!value.is_floating_point())
       refuse(optimizer, group, number, i, std::string("is not of a real floating-point dtype. ") + kElsewhere);
     if (local_gradient.sizes() != value.sizes()) {
-      std::ostringstream text;
+      ClassicStream<std::ostringstream> text;
       text << "has the shape " << value.sizes() << " on this rank, its gradient " << local_gradient.sizes();
       refuse(optimizer, group, number, i, text.str());
     }

@@ -1,11 +1,11 @@
 #include "comm/collectives/store_progress.h"
 
 #include <algorithm>
-#include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/classic_stream.h"
 #include "base/process.h"
 #include "events/event_ring.h"
 
@@ -127,9 +127,9 @@ std::map<std::int64_t, RankProgress> StoreProgress::ask() noexcept {
     const auto question = store_->add(kQuestions, 1);
     std::this_thread::sleep_for(2 * interval_);
     if (!store_->check({kWhoAnswered})) return answers;
-    std::istringstream ranks(to_text(store_->get(kWhoAnswered)));
+    ClassicStream<std::istringstream> ranks(to_text(store_->get(kWhoAnswered)));
     for (std::int64_t rank = 0; ranks >> rank;) {
-      std::istringstream text(to_text(store_->get(key_of(rank))));
+      ClassicStream<std::istringstream> text(to_text(store_->get(key_of(rank))));
       std::int64_t answered = 0;
       // What was told before does not say where the rank is now.
       if (text >> answered && text.get() && answered >= question) answers.emplace(rank, parse(text));

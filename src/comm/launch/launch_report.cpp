@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <iostream>
-#include <sstream>
 #include <string>
 #include <utility>
 
+#include "base/classic_stream.h"
 #include "comm/launch/endings.h"
 
 namespace fsdp::comm {
@@ -55,7 +55,7 @@ int report_failures(const std::vector<RankProcess>& ranks, const std::vector<Ran
   bool noticed = false;
   for (const RankProcess* process : failures) {
     if (process->stopped_by_us) {
-      std::ostringstream text;
+      ClassicStream<std::ostringstream> text;
       text << " did not end within " << std::chrono::duration<double>(grace).count() << " s after the first failure and was stopped";
       add_message(messages, process->rank, text.str());
     } else if (own(process) || !any_own) {

@@ -11,8 +11,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <sstream>
 
+#include "base/classic_stream.h"
 #include "fsdp/error.h"
 
 extern char** environ;
@@ -60,7 +60,7 @@ std::optional<ProgramCopy> take_own_copy() {
   if (fd == nullptr) return std::nullopt;
   ProgramCopy copy{.report_fd = std::stoi(fd), .earlier_results = {}};
   const char* results = std::getenv(kEarlierResults);
-  std::istringstream stream(results == nullptr ? "" : results);
+  ClassicStream<std::istringstream> stream(results == nullptr ? "" : results);
   for (std::string result; std::getline(stream, result, ',');) copy.earlier_results.push_back(std::stoi(result));
   unsetenv(kReportFd);
   unsetenv(kEarlierResults);

@@ -18,6 +18,7 @@
 #include "support/hosts.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/other_locale.h"
 #include "support/stack.h"
 
 namespace plan_test {
@@ -359,6 +360,14 @@ TEST(Plan, IsMadeForWorldsThatAreNotThere) {
   EXPECT_NEAR(static_cast<double>(plan.memory.main_parameters.peak), 4.0 * static_cast<double>(plan.elements) / 16'384, 2e6);
   EXPECT_GE(plan.memory.gathered_parameters.peak, 2 * 2 * std::int64_t{128'256} * 16'384);
   EXPECT_TRUE(plan.fits(std::int64_t{80} << 30));
+}
+
+TEST(Plan, IsPrintedAlikeUnderAnotherLocale) {
+  const auto plan = fsdp::plan(*make_gpt(), {.mesh = planned_device_mesh("cpu", {{"dp_shard", 2}}), .units = fsdp::each<GPTBlock>()});
+  const auto texts = [&] { return std::vector{plan.svg(), plan.text(), plan.json()}; };
+  const auto expected = texts();
+  const fsdp::testing::OtherLocale other;
+  EXPECT_EQ(texts(), expected);
 }
 
 TEST(Plan, FindsTheSmallestWorld) {

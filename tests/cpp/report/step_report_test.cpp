@@ -7,6 +7,7 @@
 #include <chrono>
 #include <numeric>
 #include <optional>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -15,6 +16,7 @@
 #include "fsdp/fsdp.h"
 #include "support/meshes.h"
 #include "support/multi_rank.h"
+#include "support/other_locale.h"
 #include "support/stack.h"
 
 namespace step_report_test {
@@ -65,6 +67,20 @@ class Training {
   std::string sleeps_at_;
   std::int64_t step_ = 0;
 };
+
+// Ranks send each other texts, and programs read what reports say.
+TEST(StepReport, IsTheSameUnderAnotherLocale) {
+  run_ranks(2, [] {
+    const fsdp::testing::OtherLocale other;
+    Training training(line());
+    for (int step = 0; step < 3; ++step) training.step();
+    const auto report = fsdp::step_report(*training.model(), 2);
+    std::ostringstream text;
+    text << report << fsdp::to_string(fsdp::handle(*training.model()).units());
+    EXPECT_TRUE(std::regex_search(text.str(), std::regex("ms: forward [0-9]+[.][0-9]"))) << text.str();
+    EXPECT_FALSE(std::regex_search(text.str(), std::regex("[0-9],[0-9]"))) << text.str();
+  });
+}
 
 /// A busy machine may make another rank late, too, so a place has three chances.
 /// `activity` and `unit` must be in what the late rank was doing.
