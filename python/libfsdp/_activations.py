@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+# What fake tensors raise where an operator needs values, such as item() and nonzero().
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 class _Kept:
@@ -97,6 +106,12 @@ def kept_by_unit(
         arguments = given if isinstance(given, tuple) else ()
         keywords = {} if isinstance(given, tuple) else dict(given)
         # The result keeps the graph, and with it what is counted.
-        output = torch.func.functional_call(module, {**parameters, **buffers}, arguments, keywords, tie_weights=True)
+        try:
+            output = torch.func.functional_call(module, {**parameters, **buffers}, arguments, keywords, tie_weights=True)
+        except _NEEDS_VALUES as error:
+            raise ValueError(
+                f"inputs: the forward of {type(module).__name__} depends on values of tensors ({error}), which a plan does not have: "
+                "instead of inputs, give the bytes that each unit keeps, as activations={name: bytes}"
+            ) from error
         del output
     return kept.bytes_of, kept.inputs_of

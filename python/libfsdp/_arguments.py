@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy
+
+from libfsdp._precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +28,7 @@ def refuse(argument: str, value: Any, way_out: str) -> NoReturn:
 def check_module(module: Any) -> None:
     if isinstance(module, nn.Module):
         return
-    modules = list(module) if isinstance(module, (list, tuple)) else []
+    modules = list(module) if isinstance(module, Collection) and not isinstance(module, Mapping) else []
     if not modules or not all(isinstance(one, nn.Module) for one in modules):
         refuse("module", module, "a module, or a list of modules that make up one unit together")
 
@@ -48,8 +53,8 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def check_number(name: str, value: Any) -> float:
-    """Returns a number; a tensor of one number is accepted, too."""
-    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    """Returns a number, also of other libraries; a tensor of one number is accepted, too."""
+    if hasattr(type(value), "__float__") and not (isinstance(value, torch.Tensor) and value.numel() != 1):
         return float(value)
     refuse(name, value, "a number")
 
@@ -68,16 +73,32 @@ def check_functions(**functions: Any) -> None:
             refuse(name, value, "a function that is called with each parameter, or None")
 
 
-def check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
+_OF_POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+
+
+def check_policies(mp_policy: Any, offload_policy: Any) -> tuple[TorchPolicy, OffloadPolicy]:
+    """Returns both as objects of their classes.
+
+    FSDP2 takes any object with these attributes as mp_policy, and any other than a CPUOffloadPolicy as no offloading.
+    """
+    if not all(hasattr(mp_policy, name) for name in _OF_POLICY):
         refuse("mp_policy", mp_policy, "a MixedPrecisionPolicy")
-    if not isinstance(offload_policy, OffloadPolicy):
-        refuse("offload_policy", offload_policy, "CPUOffloadPolicy(), or OffloadPolicy() for none")
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+    for name in _OF_POLICY[:3]:
         dtype = getattr(mp_policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             refuse(f"mp_policy.{name}", dtype, "a floating-point dtype, as torch.bfloat16, or None")
-    check_flags(**{"mp_policy.cast_forward_inputs": mp_policy.cast_forward_inputs})
+    as_flag("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
+    if not isinstance(mp_policy, TorchPolicy):
+        override = getattr(mp_policy, "param_dtype_override_fn", None)
+        mp_policy = MixedPrecisionPolicy(*(getattr(mp_policy, n) for n in _OF_POLICY), param_dtype_override_fn=override)
+    if isinstance(offload_policy, OffloadPolicy):
+        return mp_policy, offload_policy
+    if offload_policy:
+        warnings.warn(
+            f"offload_policy is {offload_policy!r}, which offloads nothing, as in FSDP2: give CPUOffloadPolicy() to offload, or None",
+            stacklevel=4,
+        )
+    return mp_policy, OffloadPolicy()
 
 
 def check_ignored(ignored: Any) -> set[nn.Parameter]:

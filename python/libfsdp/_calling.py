@@ -43,6 +43,19 @@ def outside_transforms(function: Function) -> Function:
     return outside  # type: ignore[return-value]
 
 
+def outside_inference(function: Function) -> Function:
+    """Makes the function leave inference mode, because tensors that are made in it could not be trained, and DTensors fail there."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside  # type: ignore[return-value]
+
+
 def weak_method(method: Any) -> Callable[..., Any]:
     """Returns the method without keeping its object alive, because the garbage collector can't see references of the engine."""
     reference = weakref.WeakMethod(method)

@@ -125,7 +125,7 @@ class ForwardHooks:
             if model.inner_root_calls > 0:
                 model.inner_root_calls -= 1
             else:
-                model.end_forward(gives=output is not None)
+                model.end_forward(outputs or tensors_with_gradient(output), gives=output is not None)
         return self._cast_output(output)
 
     def _move_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -11,6 +12,7 @@ from torch import nn
 from libfsdp import _C
 from libfsdp._arguments import as_flag, check_number, refuse
 from libfsdp._buffer_memory import refuse_custom_collectives, use_memory_of_group, use_symmetric_memory
+from libfsdp._calling import outside_inference
 from libfsdp._finalization import GradientReductionHandle
 from libfsdp._mesh import sharding_mesh
 from libfsdp._model import state_of, states_in
@@ -214,7 +216,7 @@ class FSDPModule:
         self._set_prefetch(modules, in_backward=True)
 
     def _set_prefetch(self, modules: Sequence[FSDPModule], *, in_backward: bool) -> None:
-        if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        if not isinstance(modules, Iterable):
             refuse("modules", modules, "a list of modules")
         for module in modules:
             if not isinstance(module, FSDPModule):
@@ -224,14 +226,14 @@ class FSDPModule:
             state.prefetch[in_backward] = listed
             state.apply_prefetch_lists()
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sets the number by which the sum of the ranks' gradients is divided, instead of the number of ranks."""
-        divided_by = check_number("factor", factor)
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Sets the number by which the sum of the ranks' gradients is divided; None stands for the number of ranks."""
+        divided_by = 0.0 if factor is None else check_number("factor", factor)
         for state in self._states(recurse=False):
             if state.unit is not None:
                 state.unit.gradient_divide_factor = divided_by
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The older name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
@@ -289,8 +291,8 @@ class FSDPModule:
         for state in self._states(recurse=False):
             use_symmetric_memory(state, backend)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward.
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
+        """Calls ``hook`` with a unit's reduced gradients (one flat tensor, to be changed in place) at the end of backward; None ends this.
 
         Raises:
             ValueError: if a stream is given on a mesh of two dimensions, whose replicas the engine reduces itself.
@@ -300,8 +302,8 @@ class FSDPModule:
         if stream is not None and state.mesh.replicates:
             raise ValueError("stream cannot be set when using native HSDP")
         if state.unit is not None:
-            state.unit.has_all_reduce_hook = True
-        if stream is None:
+            state.unit.has_all_reduce_hook = hook is not None
+        if stream is None or hook is None:
             state.all_reduce_hook = hook
             return
         device = torch.get_device_module(state.mesh.device.type)
@@ -356,6 +358,17 @@ class FSDPModule:
         before_write(self._states(recurse=False))
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
+    @outside_inference
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Works like nn.Module's, also in inference mode."""
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @outside_inference
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Works like nn.Module's, also in inference mode."""
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @outside_inference
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Works like nn.Module's on shards, whose values become those of the result."""
         state = self._get_fsdp_state()

@@ -26,6 +26,7 @@ from libfsdp._arguments import (
     refuse_shards,
 )
 from libfsdp._as_fsdp2_state import FSDP2State
+from libfsdp._calling import outside_inference
 from libfsdp._forward_hooks import CALLS, ForwardHooks
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp._memory_budget import MemoryBudget, check_budget
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
+@outside_inference
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -67,7 +69,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # as FSDP2's; it is frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: str = "optim_grads_params",
@@ -98,7 +100,7 @@ def fully_shard(
             other than the first must be divisible by the number of ranks. A :class:`ShardPlacementResult` says over which
             ranks, too: parameters on ranks of their own make up a unit of their own.
         mp_policy: the dtypes of computation and of reductions.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory; None is the same as the default.
         ignored_params: parameters that stay as they are.
         dp_mesh_dims: the data-parallel dimensions of ``mesh``: those that shard and those that replicate. ``mesh`` is
             then a mesh of all ranks on which the parameters are DTensors already.
@@ -148,7 +150,7 @@ def fully_shard(
     """
     check_module(module)
     check_mesh(mesh)
-    check_policies(mp_policy, offload_policy)
+    mp_policy, offloads = check_policies(mp_policy, offload_policy)
     check_functions(shard_placement_fn=shard_placement_fn, gather_format=gather_format)
     check_bytes("keep_gathered_bytes", keep_gathered_bytes)
     budget = check_budget(memory_budget)
@@ -161,7 +163,7 @@ def fully_shard(
     options = ShardingOptions(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        offload_policy=offloads,
         placements=placements,
         outer_sharded=outer_placements != "no_shard",
         spmd=spmd,
@@ -175,7 +177,7 @@ def fully_shard(
         check_initial_values=check_initial_values,
     )
     check_options(options, ranks)
-    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     _refuse_sharded(modules)
     managed = _managed_modules(modules, ignored)
     parameters = _managed_parameters(managed, ignored)

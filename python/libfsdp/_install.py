@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed.fsdp._fully_shard._fully_shard as functions
 
+from libfsdp._as_fsdp2_state import get_module_fsdp_state
 from libfsdp._fsdp_module import FSDPModule, UnshardHandle, disable_fsdp_module_new_init
 from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from libfsdp._precision import MixedPrecisionPolicy, torch_has_override
@@ -25,6 +26,7 @@ _OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
     "disable_fsdp_module_new_init": disable_fsdp_module_new_init,
+    "_get_module_fsdp_state": get_module_fsdp_state,  # Programs ask it whether a module is sharded already.
     # If torch's policy lacks param_dtype_override_fn, programs for newer versions of torch still run.
     **({} if torch_has_override else {"MixedPrecisionPolicy": MixedPrecisionPolicy}),
 }
@@ -60,9 +62,11 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Applies install() for the time of a ``with`` block."""
+    """Applies install() for the time of a ``with`` block. If it is installed already, it stays so afterwards."""
+    was_installed = bool(_replaced)
     install()
     try:
         yield
     finally:
-        uninstall()
+        if not was_installed:
+            uninstall()

@@ -55,8 +55,8 @@ class MissedUnits:
             return
         self._told = True
         warnings.warn(
-            f"backward gave gradients to {names} without coming by their modules' outputs (detached, hidden in an object that is "
-            "no collection of tensors, or of a call outside of forward): they were reduced once, at the end of backward. If that "
-            "is meant, mark the module with libfsdp.may_miss_backward_hooks",
+            f"backward reached {names} without passing through their modules' outputs (detached, or hidden in an object that is no "
+            "collection of tensors): their gradients are right, but were reduced only at the end of backward. Return the tensors, or, if "
+            "that is meant, mark the module with libfsdp.may_miss_backward_hooks",
             stacklevel=2,
         )

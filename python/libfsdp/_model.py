@@ -381,17 +381,19 @@ class Model:
         if self.forward_root is None and not _C.inside_backward():
             unit.prepare_unshard()
 
-    def end_forward(self, *, gives: bool) -> None:
+    def end_forward(self, outputs: Sequence[torch.Tensor], *, gives: bool) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on.
 
         Args:
+            outputs: of the forward. Backward enters by them a group of which only some modules ran, as others may have been used without
+                their forward (a head's weight).
             gives: the forward has not failed: ranks have done the same before the program gets its output.
         """
         self.forward_root = None
         for state in self._groups:
             if state.modules_to_run:  # only some of them ran
                 state.modules_to_run.clear()
-                self.end_unit_forward(state)
+                self.end_unit_forward(state, outputs)
         if not torch.is_grad_enabled():
             for state in self._with_units:
                 if state.unit is not None and not state.unit.kept_across_forwards:

@@ -336,8 +336,8 @@ def plan(
             "... (replicated)".
 
     Raises:
-        ValueError: for options that fully_shard would refuse, and for parameters that are scalars, shards, DTensors, or in
-            two units.
+        ValueError: for options that fully_shard would refuse, for parameters that are scalars, shards, DTensors, or in two
+            units, and for ``inputs`` of a module whose forward depends on values of tensors.
         Error: if the mesh has a number of ranks that is not positive, no such rank, or a device type that is not known.
         TypeError: if an argument is of another type, or an option is not known; it is named.
     """
@@ -410,7 +410,7 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
     keep_gathered_bytes = given.get("keep_gathered_bytes", 0)
     placements = given.get("placements", "optim_grads_params")
     outer_placements = given.get("outer_placements", "no_shard")
-    check_policies(mp_policy, offload_policy)
+    mp_policy, offload_policy = check_policies(mp_policy, offload_policy)
     check_functions(
         shard_placement_fn=given.get("shard_placement_fn"),
         gather_format=given.get("gather_format"),

@@ -20,8 +20,8 @@ namespace fsdp::engine {
 namespace {
 
 constexpr const char* kSharded =
-    "this parameter's memory is freed while its unit is sharded: use it in an operator, or call unshard() on its unit's handle first "
-    "(torch::save reads memory without an operator)";
+    "this parameter's memory is freed while its unit is sharded: keep clone() of it or of its part, not the parameter or a view, or let "
+    "the unit stay gathered after forward (reshard_after_forward=False); what reads an address, as torch::save does, needs unshard() first";
 
 bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& formats, const UnitCommunicators& communicators) {
   const bool computes_with_main =

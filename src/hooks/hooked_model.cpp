@@ -187,7 +187,7 @@ void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {
   watch_backward();
-  if (!unit.entered_in_backward) unit.missed_in_backward = true;
+  unit.got_gradient_in_backward = true;
   engine_->gradient(unit.unit(), i, unit.as_stored(i, gradient));
 }
 
@@ -220,8 +220,8 @@ void HookedModel::end_backward() {
 std::vector<std::size_t> HookedModel::take_missed() {
   std::vector<std::size_t> missed;
   for (std::size_t k = 0; k < units_.size(); ++k) {
-    if (std::exchange(units_[k]->missed_in_backward, false)) missed.push_back(k);
-    units_[k]->entered_in_backward = false;
+    const bool entered = std::exchange(units_[k]->entered_in_backward, false);
+    if (std::exchange(units_[k]->got_gradient_in_backward, false) && !entered) missed.push_back(k);
   }
   return missed;
 }

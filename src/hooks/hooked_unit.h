@@ -108,8 +108,8 @@ class HookedUnit {
 
   /// The running backward has entered the unit, or repeated its forward.
   bool entered_in_backward = false;
-  /// The running backward gave it a gradient without having entered it or repeated its forward.
-  bool missed_in_backward = false;
+  /// The running backward gave it a gradient. That may come before backward enters it: an operator outside of its modules used a weight.
+  bool got_gradient_in_backward = false;
 
   /// The number of steps of optimizers that have parameters of this unit.
   std::uint64_t steps = 0;

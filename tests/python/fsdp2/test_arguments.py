@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.ranks import ComparedRanks, StartRanks
+from support.training import installed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -45,7 +48,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "cast_forward_inputs is 'no': give True",
     ),
-    ({"offload_policy": True}, TypeError, r"offload_policy is True: give CPUOffloadPolicy\(\)"),
     ({"keep_gathered_bytes": "1GB"}, TypeError, "keep_gathered_bytes is '1GB': give a whole number of bytes"),
     ({"keep_gathered_bytes": 1e9}, TypeError, "keep_gathered_bytes is 1000000000.0"),
     ({"report_nan_in_param_grad": "yes"}, TypeError, "report_nan_in_param_grad is 'yes': give True or False"),
@@ -69,6 +71,62 @@ def refuse() -> None:
 
 def test_wrong_types_are_named(ranks: StartRanks) -> None:
     ranks(2).run(refuse)
+
+
+class Policy:
+    """Not FSDP2's class, but all that it reads of one."""
+
+    param_dtype, reduce_dtype, output_dtype, cast_forward_inputs = torch.bfloat16, torch.float32, None, 1
+
+
+def train_with_unusual_arguments(implementation: str) -> list[torch.Tensor]:
+    with installed(implementation), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), *(nn.Linear(4, 4) for _ in range(4)))
+        policy: Any = Policy()
+        for one in model[0]:
+            fully_shard(one, offload_policy=None, mp_policy=policy)
+        fully_shard(model[0], offload_policy=False, mp_policy=policy, ignored_params=[])
+        fully_shard({"a": model[1], "b": model[2]}.values(), offload_policy={}, mp_policy=policy)
+        fully_shard({model[3]}, offload_policy="cpu", mp_policy=policy)
+        fully_shard(model, offload_policy=None, mp_policy=policy, ignored_params=iter(()))
+        texts = [str(w.message) for w in caught if "offload_policy" in str(w.message)]
+        assert texts == ["offload_policy is 'cpu', which offloads nothing, as in FSDP2: give CPUOffloadPolicy() to offload, or None"] * (
+            implementation == "libfsdp"
+        )
+        model[3].set_modules_to_forward_prefetch(model[0])  # an nn.Sequential of sharded modules
+        model[0].set_modules_to_backward_prefetch(())
+        model.set_requires_gradient_sync(1)
+        model.set_gradient_divide_factor(None)
+        model.set_all_reduce_hook(None)
+        model.set_post_optim_event(None)
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).float().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_takes_what_fsdp2_takes(compared_ranks: ComparedRanks) -> None:
+    """Whatever its annotations say."""
+    theirs, ours = (compared_ranks[name](2).run(train_with_unusual_arguments, name) for name in ("fsdp2", "libfsdp"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def divide_by(factor: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_gradient_divide_factor(factor)
+    model(torch.ones(3, 4)).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_divide_factors_of_other_libraries(ranks: StartRanks) -> None:
+    group = ranks(2)
+    for factor, same in ((None, 2.0), (np.float32(4), 4.0), (torch.tensor(4), 4)):
+        for mine, other in zip(group.run(divide_by, factor), group.run(divide_by, same), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
 WRONG_OF_METHODS: list[tuple[str, Any, str]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import StartRanks
@@ -104,6 +105,51 @@ def mark_it() -> None:
 
 def test_a_mark_exempts_a_module(ranks: StartRanks) -> None:
     ranks(2).run(mark_it)
+
+
+class Tail(nn.Module):
+    """The head's weight is used without its forward: inside of the root's, or where its result is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 6, bias=False), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, inside: bool) -> torch.Tensor:
+        x = self.norm(self.body(x))
+        return self.last(x @ self.head.weight.T) if inside else x
+
+
+def use_a_weight_of_a_group(keep: bool, inside: bool, frozen: bool) -> None:
+    torch.manual_seed(0)
+    plain, sharded = Tail(), Tail()
+    sharded.load_state_dict(plain.state_dict())
+    for model in (plain, sharded):
+        model.body.requires_grad_(not frozen)
+        model.norm.requires_grad_(not frozen)
+    fully_shard(sharded.body)
+    fully_shard([sharded.norm, sharded.head], reshard_after_forward=not keep)
+    fully_shard(sharded.last)
+    fully_shard(sharded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            for model in (plain, sharded):
+                model.zero_grad()
+                result = model(x, inside)
+                (result if inside else result @ model.head.weight.T).square().sum().backward()
+            for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+                if theirs.grad is not None:
+                    dist.all_reduce(theirs.grad)
+                    assert torch.equal(ours.grad.full_tensor(), theirs.grad / 2)
+
+
+@pytest.mark.parametrize(
+    ("keep", "inside", "frozen"), [(True, True, False), (False, True, False), (True, False, False), (True, True, True)]
+)
+def test_a_weight_of_a_group_is_used_without_its_forward(ranks: StartRanks, keep: bool, inside: bool, frozen: bool) -> None:
+    """Losses in chunks do this. The gradient comes before backward reaches the outputs of the group's other module."""
+    ranks(2).run(use_a_weight_of_a_group, keep, inside, frozen)
 
 
 class Ordinary(nn.Module):
