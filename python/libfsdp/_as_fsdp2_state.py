@@ -228,7 +228,7 @@ class _ContextView(_View):
 
     @property
     def all_states(self) -> list[MemberState]:
-        states = [self._state] if self._state.model is None else self._state.model.states
+        states = [] if self._state.model is None else self._state.model.states
         return [one for one in states if state_of(one.modules[0]) is one]  # The others are groups of these.
 
     @property

@@ -108,5 +108,56 @@ def test_backward_finds_tensors_in_outputs(ranks: StartRanks, kind: str) -> None
 def without_warnings(kind: str) -> None:
     """Backward comes by the outputs."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="backward gave gradients")
+        warnings.filterwarnings("error", message="backward reached")
         train_returning(kind)
+
+
+class Positions(nn.Module):
+    """Returns a part of its weight."""
+
+    def __init__(self, clones: bool) -> None:
+        super().__init__()
+        self.weight, self.clones = nn.Parameter(torch.ones(6, 4)), clones
+
+    def forward(self, count: int) -> Tensor:
+        part = self.weight[:count]
+        return part.clone() if self.clones else part
+
+
+class Embeds(nn.Module):
+    def __init__(self, clones: bool) -> None:
+        super().__init__()
+        self.positions, self.layers = Positions(clones), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions(x.size(0))
+        for layer in self.layers:
+            x = layer(x)
+        return x + positions
+
+
+def return_a_view(clones: bool, keeps: bool) -> None:
+    torch.manual_seed(0)
+    plain = Embeds(clones)
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded.positions, reshard_after_forward=not keeps)
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    x = torch.ones(3, 4)
+    if not clones and not keeps:
+        with pytest.raises(RuntimeError, match=r"memory is freed .* keep clone\(\) .*reshard_after_forward=False"):
+            sharded(x)
+        return
+    for model in (plain, sharded):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(full(ours.grad), theirs.grad)
+
+
+@pytest.mark.parametrize(("clones", "keeps"), [(False, False), (True, False), (False, True)])
+def test_a_view_of_a_weight_is_returned(ranks: StartRanks, clones: bool, keeps: bool) -> None:
+    """The error names both ways out, which work."""
+    ranks(2).run(return_a_view, clones, keeps)

@@ -371,6 +371,28 @@ def test_errors(error: type[Exception], text: str, arguments: dict[str, Any]) ->
         libfsdp.plan(Tied(), **{"mesh": libfsdp.PlannedMesh(4), **arguments})
 
 
+class Chooses(nn.Module):
+    """Its forward depends on values."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if self.how == "a branch":
+            return -x if x.sum() > 0 else x
+        return x[x > 0] if self.how == "a mask" else x * x.sum().item()
+
+
+@pytest.mark.parametrize("how", ["a branch", "a mask", "a number"])
+def test_what_depends_on_values_has_its_activations_given(how: str) -> None:
+    mesh, module = libfsdp.PlannedMesh(2), Chooses(how)
+    with pytest.raises(ValueError, match=r"inputs: the forward of Chooses depends on values .* as activations=\{name: bytes\}"):
+        libfsdp.plan(module, mesh, inputs=(torch.ones(2, 4),))
+    assert libfsdp.plan(module, mesh, activations={"(root)": 100}).units[0].activations == 100
+
+
 def test_moments_and_their_picture() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from libfsdp import fully_shard
+
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 MODELS = ("mlp", "tied", "batch_norm", "nested", "odd_shapes")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -204,3 +206,33 @@ def fill_a_model_without_memory(case_name: str, implementation: str, assign: boo
 @pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
 def test_a_model_without_memory_gets_its_values(ranks: StartRanks, implementation: str, assign: bool) -> None:
     ranks(2).run(fill_a_model_without_memory, "transformer", implementation, assign)
+
+
+def in_inference_mode(what: str) -> None:
+    """The same as without it, and the model trains afterwards."""
+    results = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        with torch.inference_mode(mode):
+            fully_shard(model[0])
+            fully_shard(model)
+        state = {name: 2 * value for name, value in model.state_dict().items()}
+        with torch.inference_mode(mode), torch.no_grad():
+            if what == "load":
+                model.load_state_dict(state)
+            elif what == "assign":
+                model.load_state_dict(state, assign=True)
+            elif what == "own":
+                model.load_state_dict(model.state_dict())
+            else:
+                model.to(torch.float64).to(torch.float32)
+        model(torch.ones(2, 4)).sum().backward()
+        results.append([full(value) for p in model.parameters() for value in (p, p.grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("what", ["load", "assign", "own", "converts"])
+def test_in_inference_mode(ranks: StartRanks, what: str) -> None:
+    """FSDP2 fails in it where DTensors are detached."""
+    ranks(2).run(in_inference_mode, what)

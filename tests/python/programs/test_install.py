@@ -71,6 +71,21 @@ def test_a_with_block_ends_also_by_an_exception() -> None:
     assert of_torch() == theirs
 
 
+def test_with_blocks_nest() -> None:
+    theirs = of_torch()
+    with libfsdp.installed():
+        with libfsdp.installed():
+            pass
+        assert torch.distributed.fsdp.fully_shard is libfsdp.fully_shard
+    assert of_torch() == theirs
+    libfsdp.install()
+    with libfsdp.installed():
+        pass
+    assert torch.distributed.fsdp.fully_shard is libfsdp.fully_shard
+    libfsdp.uninstall()
+    assert of_torch() == theirs
+
+
 def test_what_is_replaced_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="libfsdp"):
         libfsdp.install()
