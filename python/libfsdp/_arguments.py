@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.fsdp import OffloadPolicy
-
-from libfsdp._precision import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +73,7 @@ def check_functions(**functions: Any) -> None:
 _OF_POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
-def check_policies(mp_policy: Any, offload_policy: Any) -> tuple[TorchPolicy, OffloadPolicy]:
+def check_policies(mp_policy: Any, offload_policy: Any) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
     """Returns both as objects of their classes.
 
     FSDP2 takes any object with these attributes as mp_policy, and any other than a CPUOffloadPolicy as no offloading.
@@ -88,9 +85,8 @@ def check_policies(mp_policy: Any, offload_policy: Any) -> tuple[TorchPolicy, Of
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             refuse(f"mp_policy.{name}", dtype, "a floating-point dtype, as torch.bfloat16, or None")
     as_flag("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
-    if not isinstance(mp_policy, TorchPolicy):
-        override = getattr(mp_policy, "param_dtype_override_fn", None)
-        mp_policy = MixedPrecisionPolicy(*(getattr(mp_policy, n) for n in _OF_POLICY), param_dtype_override_fn=override)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        mp_policy = MixedPrecisionPolicy(*(getattr(mp_policy, name) for name in _OF_POLICY))
     if isinstance(offload_policy, OffloadPolicy):
         return mp_policy, offload_policy
     if offload_policy:

@@ -31,12 +31,13 @@ def get_module_fsdp_state(module: nn.Module) -> Any:
 
 def _missing(what: str, name: str) -> AttributeError:
     return AttributeError(
-        f"FSDP2's private {what} has a '{name}', libfsdp's does not: docs/migrate/from-fsdp2.md lists what there is, and what to use instead"
+        f"FSDP2's private {what} has a '{name}', libfsdp's does not: docs/migrate/from-fsdp2.md lists what there is, and what to use "
+        "instead"
     )
 
 
 class _View:
-    """An object of FSDP2 that is made when it is asked for. Views of the same thing are equal; names that it lacks raise AttributeError."""
+    """An object of FSDP2, made when it is asked for. Views of the same thing are equal; names that it lacks raise AttributeError."""
 
     _stands_for = ""
 
@@ -251,7 +252,7 @@ class FSDP2State(MemberState):
         super().attach()
         for module in self.modules:
             # Programs look there for the modules around one, and for their states.
-            _composable_state._module_state_mapping[module] = weakref.ref(self)  # type: ignore[assignment]
+            _composable_state._module_state_mapping[module] = weakref.ref(self)
 
     def __getattr__(self, name: str) -> Any:
         raise _missing("FSDPState", name)

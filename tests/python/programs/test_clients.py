@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import clients, float8, lightning_clients
+from support import clients, float8, lightning_clients, trainer_clients
 from support.clients import Trained
 from support.comparison import differences
 from support.marks import at_night, needs_in_torch
@@ -20,6 +20,11 @@ needs = {
         "lightning": ("lightning", "transformers"),
         "torchtitan": ("torchtitan",),
         "torchao": ("torchao",),
+        "transformers": ("transformers",),
+        "trl": ("trl", "datasets", "accelerate"),
+        "automodel": ("nemo_automodel",),
+        "verl": ("verl", "ray", "tensordict"),
+        "torchtune": ("torchtune",),
     }.items()
 }
 
@@ -104,6 +109,38 @@ def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
 def test_torchtitan(compared_ranks: ComparedRanks, options: str) -> None:
     """It sets gradient_divide_factor to 1."""
     check_same(compared_ranks, clients.with_torchtitan, *options.split())
+
+
+@needs["transformers"]
+@pytest.mark.parametrize("options", [at_night(""), at_night("bf16 checkpointing")])
+def test_transformers_own(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, trainer_clients.with_transformers, *options.split()):
+        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
+
+
+@needs["trl"]
+@pytest.mark.parametrize("options", [at_night(""), at_night("bf16")])
+def test_trl(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, trainer_clients.with_trl, *options.split()):
+        assert of_rank.notes["warnings"] == []
+
+
+@needs["automodel"]
+@pytest.mark.parametrize("options", [at_night("")])
+def test_automodel(compared_ranks: ComparedRanks, options: str) -> None:
+    check_same(compared_ranks, trainer_clients.with_automodel, *options.split())
+
+
+@needs["verl"]
+@pytest.mark.parametrize("options", [at_night("prefetch"), at_night("keep")])
+def test_verl(compared_ranks: ComparedRanks, options: str) -> None:
+    check_same(compared_ranks, trainer_clients.with_verl, *options.split())
+
+
+@needs["torchtune"]
+@pytest.mark.parametrize("options", [at_night("")])
+def test_torchtune(compared_ranks: ComparedRanks, options: str) -> None:
+    check_same(compared_ranks, trainer_clients.with_torchtune, *options.split())
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,13 @@ def environment(**variables: str) -> Any:
         os.environ.update(before)
 
 
-def train_steps(model: Any, parameters: Any = None) -> Trained:
-    """A plain loop over a language model."""
+def train_steps(model: Any, parameters: Any = None, forward: Any = None) -> Trained:
+    """A plain loop over a language model, or over what `forward` makes of it."""
     trained = Trained()
     optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=0.01)
     for step in range(STEPS):
         batch = ids(step)
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = (forward or model)(input_ids=batch, labels=batch).loss
         loss.backward()
         trained.losses.append(loss.item())
         trained.gradients.append(full_gradients(model))
