@@ -84,7 +84,7 @@ nightly_oldest = make torch-compat TORCH=2.11.0
 nightly_newest = make torch-compat TORCH=$$(python -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p')
 nightly_peers = $(if $(TESTS),$(peers),echo "no TESTS=, so PyTorch's tests are left out") && $(if $(MEGATRON),$(megatron),echo "no MEGATRON=, so its tests are left out")
 
-nightly: build $(STAMP)-test $(STAMP)-browser  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
+nightly: build $(STAMP)-test $(STAMP)-clients $(STAMP)-browser  ## What takes hours, and one page of results: $BUILD_DIR/nightly/README.md; NIGHTLY="soak tsan" chooses parts
 	python scripts/nightly.py $(BUILD_DIR)/nightly $(foreach part,$(NIGHTLY),$(part)='$(subst ','\'',$(or $(nightly_$(part)),make $(part)))')
 
 peers: $(BUILD_DIR)/build.ninja $(STAMP)-test  ## A peer's tests against it and libfsdp; TESTS=PyTorch's folder test/, or MEGATRON=a checkout of Megatron-LM; ARGS="FILE"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Installs what a make target needs and is not there yet; run by the Makefile, once per target and change of this file.
 #
-#   scripts/setup.sh build | test | browser | bench | docs | pictures | format | lint | tidy | coverage | clang | cuda
+#   scripts/setup.sh build | test | clients | browser | bench | docs | pictures | format | lint | tidy | coverage | clang | cuda
 #
 # Python packages go into the virtual environment $VENV (default .venv), from whatever index pip is configured with. Headers come from
 # the distribution: with apt-get where this user may (root, or sudo without a password), and otherwise one line says what to install.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${1:?usage: scripts/setup.sh build|test|browser|bench|docs|pictures|format|lint|tidy|coverage|clang|cuda}
+target=${1:?usage: scripts/setup.sh build|test|clients|browser|bench|docs|pictures|format|lint|tidy|coverage|clang|cuda}
 venv=${VENV:-.venv}
 
 die() {
@@ -131,6 +131,12 @@ case $target in
       echo "setup: going on without Megatron-FSDP and Megatron-Core; their tests are skipped" >&2
     command -v mpirun >/dev/null || (apt_install openmpi-bin) ||
       echo "setup: going on without mpirun; the test launch.mpirun is skipped" >&2
+    ;;
+  clients)
+    # Trainers that only `make nightly` tries. Of what the last three need, they are used without what a GPU or a cluster is needed for.
+    (need_python_packages datasets==5.2.0 ray==2.60.0 tensordict==0.15.3 codetiming==1.4.0 hydra-core==1.3.8 &&
+      need_python_packages --no-deps trl==1.16.0 nemo-automodel==0.7.0 verl==0.9.1) ||
+      echo "setup: going on without trl, NeMo AutoModel and verl; their tests are skipped" >&2
     ;;
   browser)
     # In which the page of timelines is tried; selenium drives it.
