@@ -129,7 +129,7 @@ TEST_F(Extra, NamesThatPythonCannotReadOrThatCollideAreRefused) {
       const auto message = message_of([&] { fsdp::save(path("a"), *model, extra); });
       EXPECT_TRUE(has(message, "nothing was saved:") && has(message, text)) << message;
     };
-    refused("extra['a.b'] and extra['a']['b'] would both be saved by the name 'extra.a.b'; rename one of them",
+    refused("extra['a']['b'] and extra['a.b'] would both be saved by the name 'extra.a.b'; rename one of them",
             {{"a", ExtraDict{{{"b", 1.0}}}}, {"a.b", std::int64_t{1}}});
     refused("extra['a'][0] and extra['a.0'] would both be saved by the name 'extra.a.0'",
             {{"a", ExtraList{{at::ones(1)}}}, {"a.0", std::int64_t{1}}});
