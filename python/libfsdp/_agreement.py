@@ -60,6 +60,7 @@ def _settings_of(state: ShardState, of_model: dict[str, Any]) -> str:
         "main_params_dtype": options.main_params_dtype,
         "main_grads_dtype": options.main_grads_dtype,
         "follow_grad_dtype": options.follow_grad_dtype,
+        "tied": [p.name for p in state.parameters if p.owner is not None],
         **of_model,
     }
     return ", ".join(f"{name} {value}" for name, value in said.items())

@@ -93,16 +93,14 @@ def _unit_of(state: ShardState) -> _C.ShownUnit:
 def _visits(roots: Iterable[nn.Module], units: list[BudgetedUnit]) -> list[tuple[str, int, bool, list[int]]]:
     """Returns what happens in forward, as _C.plan takes it."""
     units_of: dict[nn.Module, list[int]] = {}
-    place_of: dict[int, tuple[int, int]] = {}  # of parameters: the unit, and the position there
+    place_of: dict[tuple[nn.Module, str], tuple[int, int]] = {}  # of parameters: the unit, and the position there
     for k, one in enumerate(units):
         for module in one.state.modules:
             units_of.setdefault(module, []).append(k)
         for i, parameter in enumerate(one.state.parameters):
-            # Modules may show whole parameters now.
-            forms = (parameter.sharded, parameter.whole, parameter.kept)
-            place_of.update({id(form): (k, i) for form in forms if form is not None})
+            place_of.update({(place.module, place.name): (k, i) for place in parameter.places})
     visits: list[tuple[str, int, bool, list[int]]] = []
-    used: set[int] = set()
+    used: set[tuple[int, int]] = set()
     trains = False
 
     def walk(module: nn.Module) -> None:
@@ -110,14 +108,14 @@ def _visits(roots: Iterable[nn.Module], units: list[BudgetedUnit]) -> list[tuple
         own = units_of.get(module, [])
         visits.extend(("begin", k, True, []) for k in own)
         first: dict[int, list[int]] = {}
-        for _, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in place_of:
+        for name, parameter in module._parameters.items():
+            if parameter is None or (module, name) not in place_of:
                 continue
-            unit, position = place_of[id(parameter)]
+            unit, position = place_of[module, name]
             trains = trains or parameter.requires_grad
-            if parameter.requires_grad and id(parameter) not in used:
+            if parameter.requires_grad and (unit, position) not in used:
                 first.setdefault(unit, []).append(position)
-            used.add(id(parameter))
+            used.add((unit, position))
         visits.extend(("use", unit, True, positions) for unit, positions in first.items())
         for child in module.children():
             walk(child)

@@ -193,7 +193,7 @@ def full_weights(
     meshes: list[_C.DeviceMesh] = []
     try:
         # Of all parameters, whatever is asked for: ranks must agree on whom they ask.
-        of_units = {id(parameter.sharded) for state, _ in states for parameter in state.parameters}
+        of_units = {id(p.sharded) for state, _ in states for p in state.parameters if p.owner is None}
         all_tensors = values.values() or (*model.parameters(), *model.buffers())
         others = (p for p in all_tensors if id(p) not in of_units)
         meshes = meshes_of_all([state for state, _ in states], others)
@@ -243,7 +243,9 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
     Raises:
         Error: for a tensor that the engine can't put together.
     """
-    sharded = {id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters)}
+    sharded = {
+        id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters) if p.owner is None
+    }
     packed = packed_among(values)
     entries: dict[int, Entry] = {}
     for name, value in values.items():

@@ -20,8 +20,8 @@ from libfsdp._missed import MissedUnits
 from libfsdp._recomputation import set_recomputes
 from libfsdp._registrations import Registrations
 from libfsdp._running import Running
-from libfsdp._sharded_parameter import refuse_shared
-from libfsdp._state import ShardState
+from libfsdp._sharded_parameter import names_of_places, refuse_shared
+from libfsdp._state import ShardState, adopt_all
 from libfsdp._warnings import Warnings
 
 if TYPE_CHECKING:
@@ -302,16 +302,9 @@ class Model:
     def deliver_gradients(self) -> None:
         """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
         self._tell_delivery()
-        refused = ""
-        for state in self.states:
-            if state.unit is None:
-                continue
-            has_hooks, error = state.unit.deliver_gradients(state.all_reduce_hook)
-            refused = error or refused
-            if has_hooks:
-                self._warnings.hooks(state.parameters)
-        if refused:
-            raise _C.Error(refused)
+        hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
+        for position in self.engine.deliver_gradients(hooks):
+            self._warnings.hooks(self._with_units[position].parameters)
 
     def refuse_to_drop(self, what: str) -> None:
         """Raises Error if backwards have left gradients that nobody has taken, which a model that is dissolved would drop."""
@@ -372,8 +365,7 @@ class Model:
                 f"parameters of {[state.class_names for state in changed]} have other dtypes, are tied, or are trained now"
             )
             self.dissolve()
-        for state, one in zip(changed, registered, strict=True):
-            state.adopt(one)
+        adopt_all(list(zip(changed, registered, strict=True)))
         return not fit
 
     def prepare_unshard(self, unit: _C.ShownUnit) -> None:
@@ -421,12 +413,11 @@ class Model:
         self._warnings.stale(self.engine.take_stale())
         for state in self._groups:
             state.modules_to_run.clear()
-        delivers = self.is_last_backward and not self.manual_finalization
-        if delivers:
-            self._tell_delivery()
-        hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
-        for position in self.engine.show_gradients(delivers, hooks):
-            self._warnings.hooks(self._with_units[position].parameters)
+        try:
+            if self.is_last_backward and not self.manual_finalization:
+                self.deliver_gradients()
+        finally:
+            self.engine.hide_after_backward()
         for state in self.states:
             if state.running.after_backward is not None:
                 state.running.after_backward()
@@ -472,9 +463,8 @@ def form(root: MemberState, *, provisional: bool) -> Model:
     if root.reshard_after_forward_is_automatic and not provisional:
         for state in (root, *root.companions):
             state.keep_until_backward()
-    for _, state, _ in root.states_below():
-        if not state.shows_its_parameters():
-            state.adopt_registered()
+    others = [state for _, state, _ in root.states_below() if not state.shows_its_parameters()]
+    adopt_all([(state, state.registered()) for state in others])
     refuse_shared(parameter for _, state, _ in root.states_below() for parameter in state.parameters)
     _name_units(root)
     return Model(root, provisional=provisional)
@@ -483,11 +473,11 @@ def form(root: MemberState, *, provisional: bool) -> Model:
 def _name_units(root: MemberState) -> None:
     """Gives units the names that they have from this root on, for errors and profiles."""
     module = root.modules[0]
-    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    names = names_of_places(module)
     module_names = {one: name for name, one in module.named_modules()}
     for _, state, _ in root.states_below():
         for parameter in state.parameters:
-            parameter.name = names.get(id(parameter.sharded), parameter.name)
+            parameter.name = parameter.name_among(names)
         if state.unit is not None:
             modules = [
                 module_names.get(one) or class_name

@@ -12,23 +12,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from libfsdp import _C
 from libfsdp._reading import wait_for_readers
+from libfsdp._sharded_parameter import parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from libfsdp._model import MemberState
-    from libfsdp._sharded_parameter import ShardedParameter
 
-# The states by the identities of their parameters, which all forms of a parameter share. They are attributes, which survive copying.
+# The states by the identities of their parameters.
 _states: weakref.WeakValueDictionary[int, MemberState] = weakref.WeakValueDictionary()
-_parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
 def remember(state: MemberState) -> None:
     """Registers a state, so that it can be found by the parameters that optimizers have."""
     for parameter in state.parameters:
         _states[parameter.identity] = state
-        _parameters[parameter.identity] = parameter
 
 
 def owner_of(parameter: torch.Tensor) -> MemberState | None:
@@ -65,15 +63,14 @@ def _owners(optimizer: torch.optim.Optimizer) -> _Owners:
 
 
 def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _Owners:
-    having: dict[MemberState, set[int]] = {}
+    had: set[int] = set()
     earlier, whole = [], []
     for p in (p for group in optimizer.param_groups for p in group["params"]):
-        identity = getattr(p, "_libfsdp_identity", -1)
-        state, parameter = _states.get(identity), _parameters.get(identity)
-        if state is None or parameter is None:
+        parameter = parameter_of(p)
+        if parameter is None:
             continue
         if p is parameter.sharded:
-            having.setdefault(state, set()).add(parameter.identity)
+            had.add(id(p))
         elif p.grad is None and p is parameter.before():
             earlier.append(parameter.name)
         elif p.grad is None and (p is parameter.whole or p is parameter.kept):
@@ -86,10 +83,11 @@ def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _O
         "while they are shards: before a forward, or after a backward",
     )
     owners = _Owners(key)
-    for state, identities in having.items():
-        owners.stepped.append(weakref.ref(state))
-        if all(p.identity in identities for p in state.parameters if p.sharded.requires_grad):
-            owners.complete.append(weakref.ref(state))
+    for state in dict.fromkeys(_states.values()) if had else ():  # Those with a tied parameter of another one, too.
+        if any(id(p.sharded) in had for p in state.parameters):
+            owners.stepped.append(weakref.ref(state))
+            if all(id(p.sharded) in had for p in state.parameters if p.sharded.requires_grad):
+                owners.complete.append(weakref.ref(state))
     return owners
 
 

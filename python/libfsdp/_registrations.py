@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from libfsdp._sharded_parameter import all_parameters, parameter_of, shard_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from libfsdp._sharded_parameter import Place, ShardedParameter
 
@@ -100,7 +103,7 @@ class Registered:
         parameters: the parameters that still have a place.
         places: the places of all parameters that the unit has, in its order. A place to which the program has assigned another parameter of
             the unit, in any form, is that one's from now on.
-        values: what the first place of each parameter has: a tensor, or None; its shard, where that is another form of it.
+        values: what the first place of each parameter has: a tensor, or None; the shard of which it is another form.
         tied: whether places have changed.
     """
 
@@ -122,47 +125,86 @@ def registered_in(parameters: list[ShardedParameter]) -> Registered:
 
     Raises:
         RuntimeError: if a module has lost a parameter.
-        ValueError: if a module has a parameter of another unit in its place.
+        ValueError: if only some of the modules that share a parameter were tied to another unit's.
     """
-    refuse_lost(parameters)
-    forms = {id(form): p for p in parameters for form in (p.sharded, p.whole, p.kept) if form is not None}
-    ties = [
-        (place, p, forms[id(now)])
-        for p in parameters
-        for place in p.places
-        if forms.get(id(now := place.module._parameters.get(place.name)), p) is not p
-    ]
-    places = {p.identity: list(p.places) for p in parameters}
-    for place, before, now in ties:
-        places[before.identity].remove(place)
-        places[now.identity].append(place)
-    left = [p for p in parameters if places[p.identity]]
-    values = []
-    for p in left:
-        place = places[p.identity][0]
-        value = place.module._parameters[place.name]
-        values.append(p.sharded if value is not None and (value is p.whole or value is p.kept) else value)
-    return Registered(left, [(p, places[p.identity]) for p in parameters], values, bool(ties))
-
-
-def refuse_lost(parameters: Sequence[ShardedParameter]) -> None:
-    """Refuses modules that no longer have the parameters of their unit.
-
-    Raises:
-        RuntimeError: if a module has lost one.
-        ValueError: if a module has a parameter of another unit in its place.
-    """
-    lost = [p.name for p in parameters if any(place.module._parameters.get(place.name) is None for place in p.places)]
+    lost = [p.name for p in parameters if any(_value_at(place) is None for place in p.places)]
     if lost:
         raise RuntimeError(
             f"parameters {lost} are no longer where fully_shard found them: their modules have deleted or replaced them (weight_norm and "
             "parametrizations do); change the modules before fully_shard"
         )
-    identities = {p.identity for p in parameters}
+    of_unit = {p.identity for p in parameters}
+    having = {id(p.sharded): p for p in parameters if p.owner is None}
     for p in parameters:
-        for place in p.places:
-            if vars(place.module._parameters[place.name]).get("_libfsdp_identity", p.identity) not in identities:
-                raise ValueError(
-                    f"Parameter '{p.name}' is shared with a parameter already managed by another FSDP group, since the modules were "
-                    "sharded: tied parameters belong to one call, fully_shard([module_a, module_b])"
-                )
+        values = [shard_of(_value_at(place)) for place in p.places]
+        others = [q for value in values if (q := parameter_of(value)) is not None and q.identity not in of_unit]
+        if others and any(value is not others[0].sharded for value in values):
+            raise ValueError(
+                f"Parameter '{p.name}' is shared by several modules, of which only some were tied to parameter '{others[0].name}' of "
+                "another unit: tie all of them, or shard the modules in one call, fully_shard([module_a, module_b])"
+            )
+        for value in values:
+            having.setdefault(id(value), p)  # Two parameters may have been replaced by one tensor.
+    places = {p.identity: list(p.places) for p in parameters}
+    ties = [
+        (place, p, now)
+        for p in parameters
+        for place in p.places
+        if (now := having[id(shard_of(_value_at(place)))]) is not p
+    ]
+    for place, before, now in ties:
+        places[before.identity].remove(place)
+        places[now.identity].append(place)
+    left = [p for p in parameters if places[p.identity]]
+    values = [shard_of(_value_at(places[p.identity][0])) for p in left]
+    return Registered(left, [(p, places[p.identity]) for p in parameters], values, bool(ties))
+
+
+def refuse_lost_owners(changed: Iterable[Registered]) -> None:
+    """Called when ties that no longer hold have ended.
+
+    Raises:
+        RuntimeError: if a module has another parameter now than that to which others are tied.
+    """
+    tied = {id(p.sharded): p.name for p in all_parameters() if p.owner is not None}
+    for p, value in (pair for one in changed for pair in zip(one.parameters, one.values, strict=True)):
+        if value is not p.sharded and id(p.sharded) in tied and p.other_of(p.sharded) is None:
+            raise RuntimeError(
+                f"parameter '{p.name}' was replaced, and parameter '{tied[id(p.sharded)]}' of another unit is tied to the one before: tie "
+                "it to the new one, or give it a parameter of its own"
+            )
+
+
+def owner_to_follow(parameter: ShardedParameter, value: nn.Parameter) -> ShardedParameter | None:
+    """Returns the parameter of another unit whose shard a module has instead of this parameter's; None if it has no other one's.
+
+    Raises:
+        ValueError: if one shard can't serve both.
+    """
+    owner = parameter.other_of(value)
+    if owner is None:
+        return None
+    if shard_of(_value_at(owner.places[0])) is not value:
+        raise ValueError(
+            f"Parameter '{parameter.name}' was replaced by '{owner.name}' of another unit, whose own module has another one now: a "
+            "parameter may be tied to another unit's, and can't move to another unit. Copy its values within torch.no_grad(), or change "
+            "modules before fully_shard"
+        )
+    mine, others = (_how_cut(p, shard) for p, shard in ((parameter, parameter.sharded), (owner, value)))
+    if mine != others:
+        raise ValueError(
+            f"Parameter '{parameter.name}' is tied to '{owner.name}' of another unit, which is sharded in another way ({others} instead of "
+            f"{mine}): give both calls of fully_shard the same mesh and placements, or make them one, "
+            "fully_shard([module_a, module_b])"
+        )
+    return owner
+
+
+def _how_cut(parameter: ShardedParameter, shard: nn.Parameter) -> str:
+    cut = f"placements {shard.placements} on {shard.device_mesh}" if isinstance(shard, DTensor) else "whole on each rank"
+    quantized = ", quantized" if parameter.quantized is not None else ""
+    return f"{cut}, shape {list(shard.shape)}{quantized}"
+
+
+def _value_at(place: Place) -> nn.Parameter | None:
+    return place.module._parameters.get(place.name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from libfsdp._spmd import SpmdMesh
 
 _identities = itertools.count()
+# By their identities, which all forms of a parameter share. They are attributes, which survive copying.
+_parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 # Attributes that belong to one form only: torch's own, those with gradients, and those that define how a tensor is gathered.
 _OF_ONE_FORM = frozenset({"_is_param", "main_grad", "decoupled_grad", "fsdp_pre_all_gather", "fsdp_post_all_gather"})
@@ -72,6 +75,7 @@ class ShardedParameter:
         whole_spec: the spec of the whole DTensor, if the parameter is tensor-parallel.
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
+        owner: the parameter of another unit to which it was tied, so that `sharded` is that one's.
         keeps_dtype: whether it is computed with in its own dtype, whatever the policy says.
         float8_block: if not 0, it is gathered in eight bits, with a scale for each block of this many elements.
         computes_in: the dtype that it had in the module, if its shards have another one (main_params_dtype).
@@ -104,10 +108,19 @@ class ShardedParameter:
     quantized: QuantizedForm | None = field(default=None, repr=False)
     before: Callable[[], torch.Tensor | None] = field(default=lambda: None, repr=False)
     trainable: bool = True
+    owner: ShardedParameter | None = field(default=None, repr=False)
     kind: type[nn.Parameter] = nn.Parameter
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)
     kept: nn.Parameter | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _parameters[self.identity] = self
+
+    def name_among(self, names: dict[tuple[nn.Module, str], str]) -> str:
+        """Returns the last of its names, given those of all places; the name that it has if there is none."""
+        found = [names[key] for place in self.places if (key := (place.module, place.name)) in names]
+        return found[-1] if found else self.name
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that modules have between steps, over `local`: a DTensor of this parameter's placements, if it has any."""
@@ -118,6 +131,11 @@ class ShardedParameter:
         if self.kind is nn.Parameter or type(value) is not torch.Tensor:
             return nn.Parameter(value, requires_grad=requires_grad)
         return torch.Tensor._make_subclass(self.kind, value, requires_grad)
+
+    def other_of(self, value: torch.Tensor | None) -> ShardedParameter | None:
+        """Returns the other parameter of which the tensor is a form; None for a form of this one, and for tensors of no unit."""
+        parameter = parameter_of(value)
+        return None if parameter is self else parameter
 
     def has_form_of(self, value: torch.Tensor | None) -> bool:
         """True if the tensor could be the parameter's shard."""
@@ -169,6 +187,8 @@ def carry_attributes(parameter: ShardedParameter, value: nn.Parameter) -> None:
     """
     if parameter.quantized is not None:
         return  # They contain values of higher precision.
+    if parameter.other_of(value) is not None:
+        return  # It is tied, and the attributes are those of the other one.
     forms = (parameter.whole, parameter.sharded, value)
     vars(value).update({k: v for form in forms if form is not None for k, v in attributes_of(form).items()})
 
@@ -178,6 +198,32 @@ def identity_of(parameter: nn.Parameter) -> int:
     if not hasattr(parameter, "_libfsdp_identity"):
         parameter._libfsdp_identity = next(_identities)
     return parameter._libfsdp_identity
+
+
+def parameter_of(tensor: torch.Tensor | None) -> ShardedParameter | None:
+    """Returns the parameter of a unit of which the tensor is a form; None for other tensors."""
+    return None if tensor is None else _parameters.get(getattr(tensor, "_libfsdp_identity", -1))
+
+
+def names_of_places(root: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Returns the name of each place that may have a parameter, in and below a module."""
+    return {
+        (module, own): f"{name}.{own}" if name else own
+        for name, module in root.named_modules(remove_duplicate=False)
+        for own in module._parameters
+    }
+
+
+def all_parameters() -> list[ShardedParameter]:
+    """Returns the parameters of all units in the process."""
+    return list(_parameters.values())
+
+
+def shard_of(tensor: torch.Tensor | None) -> Any:
+    """Returns the shard of which the tensor is another form; any other tensor as it is."""
+    parameter = parameter_of(tensor)
+    is_other_form = parameter is not None and (tensor is parameter.whole or tensor is parameter.kept)
+    return parameter.sharded if parameter is not None and is_other_form else tensor
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

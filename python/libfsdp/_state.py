@@ -18,7 +18,7 @@ from libfsdp._first_values import FirstValues, compare
 from libfsdp._making import kept_parameter, make_parameter, make_unit
 from libfsdp._mesh import neighbours_mesh
 from libfsdp._reading import before_write
-from libfsdp._registrations import registered_in
+from libfsdp._registrations import owner_to_follow, refuse_lost_owners, registered_in
 from libfsdp._sharded_parameter import (
     attributes_of,
     carry_attributes,
@@ -230,6 +230,8 @@ class ShardState:
     def _connect_parameter(self, i: int) -> None:
         assert self.unit is not None
         parameter = self.parameters[i]
+        if parameter.owner is not None:
+            self.unit.tie(i, parameter.local)
         self.unit.set_parameters(i, parameter.sharded, parameter.whole)
         self.unit.set_wrap(i, parameter.gradient_wrap())
         self.unit.watch_version(parameter.sharded)
@@ -263,6 +265,8 @@ class ShardState:
     def _owns(self, i: int) -> bool:
         assert self.unit is not None
         parameter = self.parameters[i]
+        if parameter.owner is not None:
+            return parameter.owner.sharded is parameter.sharded
         extended = parameter.quantized is not None or is_extended(parameter.local)
         if parameter.extended or extended:
             return parameter.extended == extended
@@ -294,7 +298,17 @@ class ShardState:
     def adopt_registered(self) -> None:
         """Adopts what modules have registered: for units that no model has."""
         if self.unit is not None:
-            self.adopt(self.registered())
+            adopt_all([(self, self.registered())])
+
+    def end_ties(self, registered: Registered) -> None:
+        """Gives tied parameters shards of their own again, where modules no longer have the other unit's."""
+        assert self.unit is not None
+        now = {p.identity: value for p, value in zip(registered.parameters, registered.values, strict=True)}
+        for i, parameter in enumerate(self.parameters):
+            if parameter.owner is not None and now.get(parameter.identity) is not parameter.sharded:
+                parameter.owner = None
+                if self.unit.allocated:
+                    self.unit.tie(i, None)
 
     @outside_transforms
     @torch.no_grad()
@@ -311,6 +325,7 @@ class ShardState:
             self._remake_unit([p.sharded for p in self.parameters])
         if any(value is not None and not isinstance(value, nn.Parameter) for value in found):
             return check_values_of_a_call(self.unit, self.parameters, found)
+        owners = [owner_to_follow(p, value) for p, value in zip(self.parameters, found, strict=True)]
         names = [p.name for p, value in zip(self.parameters, found, strict=True) if not p.has_form_of(value)]
         if names:
             raise RuntimeError(
@@ -325,18 +340,22 @@ class ShardState:
             self._remake_unit(found)
         if not self.unit.allocated:
             self.unit.allocate()
-        for i, (value, local) in enumerate(zip(found, locals_, strict=True)):
+        for i, (value, local, owner) in enumerate(zip(found, locals_, owners, strict=True)):
             assert value is not None
-            shard = local if self.parameters[i].extended else self.unit.shard(i)
+            parameter = self.parameters[i]
+            if owner is not None:
+                parameter.sharded, parameter.owner = value, owner
+                if self.unit.model is not None:
+                    self._connect_parameter(i)
+                continue
+            shard = local if parameter.extended else self.unit.shard(i)
             if shard is not local and not local.is_meta and not share_memory(local, shard):
                 shard.copy_(local)
                 if isinstance(value, DTensor):
                     value._local_tensor = shard.detach()
                 else:
                     value.data = shard.detach()
-            if value is not self.parameters[i].sharded or not hasattr(
-                value, "_libfsdp_identity"
-            ):  # lost by swap_tensors
+            if value is not parameter.sharded or not hasattr(value, "_libfsdp_identity"):  # lost by swap_tensors
                 self._set_sharded(i, value)
             if self.unit.model is not None:
                 self._connect_parameter(i)
@@ -426,3 +445,12 @@ class ShardState:
             if parameter.whole_spec is not None:
                 gradient = local_gradient(gradient, parameter.whole_spec, self.options.data_parallel)
             self.unit.gradient(i, gradient)
+
+
+def adopt_all(changed: Sequence[tuple[ShardState, Registered]]) -> None:
+    """Adopts what the modules of several units had when it was read, after all ties that no longer hold have ended."""
+    for state, registered in changed:
+        state.end_ties(registered)
+    refuse_lost_owners(registered for _, registered in changed)
+    for state, registered in changed:
+        state.adopt(registered)

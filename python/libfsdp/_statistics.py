@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from libfsdp._assembly import known_further_meshes
 from libfsdp._fsdp_module import FSDPModule
 from libfsdp._model import states_in
+from libfsdp._sharded_parameter import names_of_places
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +134,7 @@ def unit_info(module: nn.Module) -> Units:
     states = [(name, state) for name, state, _ in states_in(module) if state.unit is not None]
     if not states:
         raise ValueError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
-    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    names = names_of_places(module)
     units = Units()
     for name, state in states:
         mesh = state.mesh.mesh
@@ -143,7 +144,7 @@ def unit_info(module: nn.Module) -> Units:
         units.append(
             UnitInfo(
                 name=name or "(root)",
-                parameters=tuple(names.get(id(p.sharded), p.name) for p in state.parameters),
+                parameters=tuple(p.name_among(names) for p in state.parameters),
                 whole_bytes=sum(sizes),
                 shard_bytes=sum(p.local.numel() * p.local.element_size() for p in state.parameters),
                 param_dtypes=tuple(dict.fromkeys(dtypes)),

@@ -5,9 +5,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "engine/engine.h"
+#include "fsdp/error.h"
 #include "hooks/hooked_model.h"
 
 namespace py = pybind11;
@@ -46,24 +49,43 @@ TakenGradients take_gradients(const ShownUnit& shown, bool together) {
   return taken;
 }
 
+/// Calls the shards' hooks on accumulated gradients, once for each shard.
+void run_hooks(const std::vector<py::object>& shards) {
+  std::unordered_set<PyObject*> seen;
+  for (const auto& shard : shards) {
+    if (!seen.insert(shard.ptr()).second) continue;
+    const py::list hooks(shard.attr("_post_accumulate_grad_hooks").attr("values")());
+    for (const auto hook : hooks) hook(shard);
+  }
+}
+
 }  // namespace
 
-bool deliver_gradients(ShownUnit& shown, const py::object& hook, std::string& refused) {
-  const bool has_hook = !hook.is_none();
-  TakenGradients taken;
-  {
-    const py::gil_scoped_release no_gil;
-    taken = take_gradients(shown, has_hook);
+std::vector<std::size_t> deliver_gradients(const std::vector<std::shared_ptr<ShownUnit>>& units,
+                                           const std::map<std::size_t, py::object>& hooks) {
+  std::vector<std::size_t> with_own_hooks;
+  std::vector<py::object> with_hooks;
+  std::string refused;
+  for (std::size_t k = 0; k < units.size(); ++k) {
+    const auto hook = hooks.find(k);
+    const bool has_hook = hook != hooks.end();
+    TakenGradients taken;
+    {
+      const py::gil_scoped_release no_gil;
+      taken = take_gradients(*units[k], has_hook);
+    }
+    if (has_hook && taken.together) hook->second(*taken.together);
+    const bool has_gradients = std::ranges::any_of(taken.of_parameters, [](const auto& one) { return one.has_value(); });
+    if (units[k]->deliver(taken.of_parameters, with_hooks)) with_own_hooks.push_back(k);
+    if (has_hook && has_gradients && !taken.together) {
+      refused = "set_all_reduce_hook: the gradients of unit '" + units[k]->hooked()->unit().name +
+                "' have several dtypes, and the hook takes one tensor, so it was not called; give the parameters of each dtype a "
+                "fully_shard of their own, or one reduce_dtype";
+    }
   }
-  if (has_hook && taken.together) hook(*taken.together);
-  const bool has_gradients = std::ranges::any_of(taken.of_parameters, [](const auto& one) { return one.has_value(); });
-  const bool has_own_hooks = shown.deliver(taken.of_parameters);
-  if (has_hook && has_gradients && !taken.together) {
-    refused = "set_all_reduce_hook: the gradients of unit '" + shown.hooked()->unit().name +
-              "' have several dtypes, and the hook takes one tensor, so it was not called; give the parameters of each dtype a "
-              "fully_shard of their own, or one reduce_dtype";
-  }
-  return has_own_hooks;
+  run_hooks(with_hooks);
+  if (!refused.empty()) throw Error(refused);
+  return with_own_hooks;
 }
 
 }  // namespace fsdp::bindings

@@ -167,23 +167,16 @@ bool leave(ShownUnit& unit, const std::vector<at::Tensor>& outputs, bool hides) 
   return ended;
 }
 
-/// A backward has ended: its gradients are delivered, if `delivers`, with the hooks of those units that have one, and modules show shards.
-/// Returns the units for which deliver_gradients is true. Throws Error at the end for a hook that could not be called.
-std::vector<std::size_t> show_gradients(HookedModel& model, bool delivers, const std::map<std::size_t, py::object>& hooks) {
-  std::vector<std::size_t> found;
-  std::string refused;
-  const auto& units = units_of(model);
-  for (std::size_t k = 0; k < units.size(); ++k) {
-    auto& unit = *units[k];
-    const auto hook = hooks.find(k);
-    if (delivers && deliver_gradients(unit, hook == hooks.end() ? py::object(py::none()) : hook->second, refused)) found.push_back(k);
-    if (options_of(unit).reshard_after_backward) unit.hide();
+/// A backward has ended: modules show shards.
+void hide_after_backward(HookedModel& model) {
+  for (const auto& unit : units_of(model)) {
+    if (options_of(*unit).reshard_after_backward) unit->hide();
   }
-  if (!refused.empty()) throw Error(refused);
-  return found;
 }
 
 void unshard(ShownUnit& unit, bool wait) {
+  // Shown anew, so that writes are noticed from where the whole parameters are present.
+  if (unit.hooked()->unit().state() != engine::ParameterState::kPresent) unit.hide();
   {
     const py::gil_scoped_release no_gil;
     const OutsideTransforms outside;
@@ -225,9 +218,8 @@ void on_backward_end(HookedModel& model, py::function callback) {
                     "': its module was collected between forward and backward, and with it the hook of set_all_reduce_hook; keep the model "
                     "until backward has ended");
       }
-      std::string refused;
-      deliver_gradients(*unit, py::none(), refused);
     }
+    deliver_gradients(*static_cast<ShownUnits*>(model.shown_units.get()), {});
   });
 }
 
@@ -328,6 +320,8 @@ void bind_hooks(py::module_& module) {
            py::arg("offload"), py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
+      .def("tie", [](ShownUnit& self, std::size_t i,
+                     const std::optional<at::Tensor>& shard) { self.hooked()->tie(i, shard.value_or(at::Tensor())); })
       .def("shard_shape", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard_shape(i); })
       .def("whole", [](ShownUnit& self, std::size_t i) { return self.hooked()->whole(i); })
       .def("rename", [](ShownUnit& self, std::string name,
@@ -362,14 +356,6 @@ void bind_hooks(py::module_& module) {
           "gradient",
           [](ShownUnit& self, std::size_t i, const at::Tensor& gradient) { model_of(self)->gradient(*self.hooked(), i, gradient); },
           py::call_guard<py::gil_scoped_release>())
-      .def(
-          "deliver_gradients",
-          [](ShownUnit& self, const py::object& hook) {
-            std::string refused;
-            const bool has_own_hooks = deliver_gradients(self, hook, refused);
-            return std::pair{has_own_hooks, std::move(refused)};
-          },
-          "As show_gradients, of one unit: whether a shard has hooks on its gradient, and why its own hook was not called.")
       .def(
           "prepare_unshard", [](ShownUnit& self) { model_of(self)->prepare_unshard(*self.hooked()); }, kNoGil)
       .def("unshard", &unshard, py::kw_only(), py::arg("wait"))
@@ -423,7 +409,9 @@ void bind_hooks(py::module_& module) {
       .def("with_other_parameters", &with_other_parameters)
       .def("begin_forward", &begin_forward)
       .def("end_forward", &HookedModel::end_forward, kNoGil)
-      .def("show_gradients", &show_gradients)
+      .def("hide_after_backward", &hide_after_backward)
+      .def("deliver_gradients",
+           [](HookedModel& model, const std::map<std::size_t, py::object>& hooks) { return deliver_gradients(units_of(model), hooks); })
       .def(
           "reset", [](HookedModel& model) { model.engine().reset(); }, kNoGil)
       .def(

@@ -88,6 +88,8 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// The front end's own data about the units. They stay as long as the model, which a graph may keep alive longer than the front end does.
   /// They must not keep the model alive.
   std::shared_ptr<void> shown_units;
+  /// The front end has warned that writes to whole parameters were lost, which it does once for each model.
+  bool warned_of_lost_writes = false;
 
   engine::Engine& engine() { return *engine_; }
   const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }

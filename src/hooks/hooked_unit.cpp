@@ -224,6 +224,11 @@ bool HookedUnit::take_exchanged_memory() {
   return exchanged;
 }
 
+void HookedUnit::tie(std::size_t i, const at::Tensor& shard) {
+  if (spec_.parameters[i].extended) return;  // The extension takes the rows from the front end's shard.
+  shards_.at(i) = shard.defined() ? shard : make_shard(i);
+}
+
 /// A contiguous tensor over a part of `memory`, which lives as long as it.
 at::Tensor HookedUnit::view_of(const at::Tensor& memory, std::int64_t byte_offset, at::ScalarType dtype,
                                const std::vector<std::int64_t>& shape) {

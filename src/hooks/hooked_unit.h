@@ -87,6 +87,9 @@ class HookedUnit {
   /// queue of torch.multiprocessing). What such shards hold is copied to the main parameters. True if some got other memory since the last
   /// call.
   bool take_exchanged_memory();
+  /// Parameter i is tied to one of another unit: from now on it has that one's `shard`, which take_exchanged_memory() copies to the main
+  /// parameters. An undefined tensor ends that. Needs allocate().
+  void tie(std::size_t i, const at::Tensor& shard);
   /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
   at::Tensor whole(std::size_t i) const;
   /// If neighbours keep a copy between them after forward, returns this rank's part of parameter i, in the given shape, over memory that

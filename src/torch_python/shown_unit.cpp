@@ -33,7 +33,9 @@ void ShownUnit::add_place(std::size_t i, py::dict parameters, py::str name, py::
 }
 
 void ShownUnit::put(Shown form) {
-  for (auto& parameter : parameters_) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    if (form == Shown::kWhole) parameter.version = version_of(i);
     const auto& value = parameter.as(form);
     for (auto& place : parameter.places) {
       if (place.module.is_none()) {
@@ -44,6 +46,34 @@ void ShownUnit::put(Shown form) {
     }
   }
   shown_ = form;
+}
+
+std::uint32_t ShownUnit::version_of(std::size_t i) const {
+  const auto whole = hooked_->unit().parameters[i].tensor.lock();
+  return whole ? whole->version_counter().current_version() : 0;
+}
+
+/// Warns, once for each model, that the program has written to whole parameters since modules have them. (Where the engine has bumped
+/// versions, the whole parameters are no longer present.) Writes to main parameters are not lost.
+void ShownUnit::warn_of_lost_writes() const {
+  const auto& unit = hooked_->unit();
+  const auto model = hooked_->model();
+  if (shown_ != Shown::kWhole || unit.state() != engine::ParameterState::kPresent || !model || model->warned_of_lost_writes) return;
+  std::string names;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto k = unit.layout.positions()[i].sub_buffer;
+    const bool is_main = unit.replicated_parameters() && unit.main_is_shared(k);
+    if (unit.formats[k].extended || is_main || version_of(i) == parameters_[i].version) continue;
+    names += (names.empty() ? "'" : ", '") + unit.parameters[i].name + "'";
+  }
+  if (names.empty()) return;
+  model->warned_of_lost_writes = true;
+  const auto text =
+      "writes to [" + names +
+      "] are lost at the next reshard: modules had the unsharded parameters when the program wrote, and these are gathered "
+      "from the shards again (FSDP2 loses them, too). Call reshard() on the module first, and write to its sharded parameters "
+      "(DTensors) within torch.no_grad(), or load a state dict";
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw py::error_already_set();
 }
 
 /// Sets requires_grad of the form to that of the shards, because the program may have changed it since the form was last shown.
@@ -80,6 +110,7 @@ void ShownUnit::show_kept() {
 
 void ShownUnit::hide() {
   if (shown_ == Shown::kShards) return;
+  warn_of_lost_writes();
   take_trainability();
   put(Shown::kShards);
 }
@@ -101,6 +132,7 @@ bool ShownUnit::has_its_rows(std::size_t i) const {
 }
 
 bool ShownUnit::has_its_parameters() {
+  warn_of_lost_writes();
   take_trainability();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
@@ -126,25 +158,25 @@ std::vector<std::size_t> ShownUnit::with_assigned_data() const {
   return found;
 }
 
-bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients) {
+bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients, std::vector<py::object>& with_hooks) {
   const at::NoGradGuard no_grad;
   bool has_hooks = false;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i]) continue;
     auto& parameter = parameters_[i];
     const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
+    const auto& rows = hooked_->shard(i);  // A unit to whose parameter this one is tied may have them in other memory.
+    const at::Tensor arrived = rows.defined() ? gradients[i]->to(rows.device()) : *gradients[i];
     if (shard.grad().defined()) {
       const py::object gradient = parameter.shard.attr("grad");
       const py::object local = parameter.wrap.is_none() ? gradient : gradient.attr("_local_tensor");
-      THPVariable_Unpack(local.ptr()).add_(*gradients[i]);
+      THPVariable_Unpack(local.ptr()).add_(arrived);
     } else {
-      const py::object gradient = parameter.wrap.is_none() ? py::cast(*gradients[i]) : parameter.wrap(*gradients[i]);
+      const py::object gradient = parameter.wrap.is_none() ? py::cast(arrived) : parameter.wrap(arrived);
       shard.mutable_grad() = THPVariable_Unpack(gradient.ptr());
     }
     if (!torch::autograd::impl::hooks(shard).empty()) has_hooks = has_hooks || py::len(parameter.shard.attr("_backward_hooks")) > 0;
-    if (!torch::autograd::impl::post_acc_grad_hooks(shard)) continue;
-    const py::list hooks(parameter.shard.attr("_post_accumulate_grad_hooks").attr("values")());
-    for (const auto hook : hooks) hook(parameter.shard);
+    if (torch::autograd::impl::post_acc_grad_hooks(shard)) with_hooks.push_back(parameter.shard);
   }
   return has_hooks;
 }

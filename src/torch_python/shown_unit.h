@@ -44,12 +44,12 @@ class ShownUnit {
   /// Sets the Python function that wraps a tensor of this rank's rows of parameter i as a gradient of its shard; with None, the tensor is
   /// used as it is. The function must not refer to the unit, because the garbage collector does not see this reference.
   void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
-  /// Makes the reduced gradients, if there are any, the gradients of the shards, or adds them to those. Then the shards' hooks on
-  /// accumulated gradients run.
+  /// Makes the reduced gradients, if there are any, the gradients of the shards, or adds them to those. Appends the shards that have hooks
+  /// on accumulated gradients, which the caller has to run, to `with_hooks`.
   ///
   /// Returns true if some shard has hooks on its gradient (register_hook): autograd does not compute the gradient of a shard, so it never
   /// calls such hooks.
-  bool deliver(const std::vector<std::optional<at::Tensor>>& gradients);
+  bool deliver(const std::vector<std::optional<at::Tensor>>& gradients, std::vector<pybind11::object>& with_hooks);
   /// Returns the DTensors whose `data` was assigned since set_parameters. The assignment has no effect: it exchanges the wrapper's own
   /// memory, which is empty, and leaves the rows as they are.
   std::vector<std::size_t> with_assigned_data() const;
@@ -76,6 +76,7 @@ class ShownUnit {
     pybind11::object wrap;
     bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last shown. If one of them
                            ///< differs now, it was changed.
+    std::uint32_t version = 0;  ///< The version of the whole form when modules began to have it.
 
     /// Returns the parameter in this form. If there is no kept form, the shard serves for it.
     const pybind11::object& as(Shown form) const {
@@ -87,6 +88,8 @@ class ShownUnit {
   void train_as_shards(Shown form);
   void take_trainability();
   void put(Shown form);
+  std::uint32_t version_of(std::size_t i) const;
+  void warn_of_lost_writes() const;
 
   std::shared_ptr<hooks::HookedUnit> hooked_;
   std::vector<Parameter> parameters_;

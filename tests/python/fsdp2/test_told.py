@@ -290,3 +290,74 @@ def hook(placements: str) -> None:
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_hooks_on_shards(ranks: StartRanks, placements: str) -> None:
     ranks(2).run(hook, placements)
+
+
+def write_whole(placements: str) -> None:
+    """Writes to what modules show while it is whole; where that is no copy, nothing is lost."""
+    loses = ("are lost at the next reshard", "weight'") if placements == "optim_grads_params" else ()
+
+    def write(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.mul_(2)
+
+    model = sharded(placements)
+
+    def unsharded() -> None:
+        model[1].unshard()
+        write(model[1].weight)
+        model[1].reshard()
+
+    told(unsharded, *loses)
+
+    kept = sharded(placements)
+    kept[1].set_reshard_after_forward(False)
+
+    def after_forward() -> None:
+        kept(x())
+        write(kept[1].weight)
+        kept.state_dict()
+
+    told(after_forward, *loses)
+
+    in_forward = sharded(placements)
+    in_forward[1].register_forward_pre_hook(lambda module, _: write(module.weight))
+
+    def run() -> None:
+        with torch.no_grad():
+            in_forward(x())
+
+    told(run, *loses)
+
+
+def write_shards(placements: str) -> None:
+    """Steps, loads and the program's own writes to shards, with units that stay whole meanwhile."""
+    model = sharded(placements)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body() -> None:
+        model(x()).sum().backward()
+        optimizer.step()
+        model[1].unshard()
+        model(x())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad = None
+        model.unshard()
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        model.unshard()
+        model(x()).sum().backward()
+        with torch.no_grad():
+            model[1].reshard()
+            model[1].weight.mul_(2)
+        model[1].unshard()
+        model(x())
+
+    told(body)
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_writes_to_unsharded_parameters(ranks: StartRanks, placements: str) -> None:
+    ranks(2).run(write_whole, placements)
+    ranks(2).run(write_shards, placements)

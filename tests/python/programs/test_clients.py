@@ -28,6 +28,8 @@ needs = {
     }.items()
 }
 
+needs_distributed_config = pytest.mark.skipif(not clients.has_transformers(5, 24), reason="needs transformers 5.24")
+
 
 def check_same(
     compared_ranks: ComparedRanks, program: Callable[..., Trained], *options: str, world: int = 2
@@ -76,6 +78,21 @@ def test_transformers_trainer_on_replicas(compared_ranks: ComparedRanks, options
     for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split(), world=4):
         assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
         assert of_rank.notes["resumed"]
+
+
+@needs_distributed_config
+@pytest.mark.parametrize("options", ["", "bf16", at_night("untied")])
+def test_transformers_distributed_config(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_distributed_config, *options.split()):
+        assert of_rank.notes["tied"] == ("untied" not in options)
+        assert of_rank.notes["loaded as saved"]
+
+
+@needs_distributed_config
+@pytest.mark.parametrize("options", [at_night("hsdp")])
+def test_transformers_distributed_config_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
+    for of_rank in check_same(compared_ranks, clients.with_distributed_config, options, world=4):
+        assert of_rank.notes["loaded as saved"]
 
 
 @needs["peft"]

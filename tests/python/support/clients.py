@@ -6,6 +6,7 @@ They differ in what they want of their surroundings; none of them is meant for C
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -45,6 +46,13 @@ class Trained:
 def installed_packages(*names: str) -> bool:
     """Whether they are all there."""
     return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def has_transformers(*version: int) -> bool:
+    """Whether transformers is there in this version, or a later one."""
+    if not installed_packages("transformers"):
+        return False
+    return tuple(map(int, importlib.metadata.version("transformers").split(".")[: len(version)])) >= version
 
 
 def language_model(family: str = "llama") -> Any:
@@ -185,6 +193,52 @@ class TokenData(torch.utils.data.Dataset):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         tokens = torch.randint(VOCABULARY, (8,), generator=torch.Generator().manual_seed(i))
         return {"input_ids": tokens, "labels": tokens}
+
+
+def with_distributed_config(implementation: str, *options: str) -> Trained:
+    """transformers' own FSDP2: from_pretrained shards on the meta device, loads each rank's rows, and ties afterwards.
+
+    Options: "bf16"; "hsdp" has two replicas; "untied" embedding and head.
+
+    The rows of the tied parameter divide by the ranks: otherwise FSDP2 pads them for each of the two units, and one of them computes with
+    the values from before training.
+    """
+    with installed(implementation), environment():
+        from transformers import DistributedConfig
+
+        folder = common_folder()
+        even = {**hugging_face.DECODER, "vocab_size": VOCABULARY + VOCABULARY % 2}
+        torch.manual_seed(0)
+        plain: Any = hugging_face.build("Qwen2", "Qwen2ForCausalLM", **even, tie_word_embeddings="untied" not in options)()
+        if dist.get_rank() == 0:
+            plain.save_pretrained(folder)
+        dist.barrier()
+        replicas = 2 if "hsdp" in options else 1
+        config = DistributedConfig(
+            fsdp_size=dist.get_world_size() // replicas,
+            dp_replicate_size=replicas,
+            fsdp_mixed_precision="bf16" in options,
+        )
+        model = type(plain).from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+        trained = Trained(notes={"class": type(model).__name__})
+        trained.notes["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            for microbatch in range(2):
+                loss = model(input_ids=(batch := ids(2 * step + microbatch)), labels=batch).loss
+                loss.backward()
+                trained.losses.append(loss.item())
+            trained.gradients.append(full_gradients(model))
+            trained.losses.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.parameters = values(model)
+        model.save_pretrained(folder / "saved")
+        dist.barrier()
+        again = type(plain).from_pretrained(folder / "saved", dtype=torch.float32)
+        saved = {name: full(p) for name, p in again.named_parameters()}
+        trained.notes["loaded as saved"] = all(torch.equal(saved[name], p) for name, p in trained.parameters.items())
+        return trained
 
 
 def with_trainer(implementation: str, *options: str) -> Trained:
