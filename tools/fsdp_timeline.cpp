@@ -73,15 +73,16 @@ int draw(const TimelineOptions& options) {
   const auto page = !options.html.empty() || !options.json.empty() ? options.html : (fs::path(options.folder) / "timeline.html").string();
   // What may be read by another program, as in `--json /dev/stdout | jq`, must stay alone.
   std::ostream& summary = ckpt::is_written_in_place(options.json) || ckpt::is_written_in_place(page) ? std::cerr : std::cout;
-  std::vector<std::string> unreadable;
-  const auto timeline = report::read_timeline(options.folder, steps, unreadable);
+  std::vector<std::string> left_out;
+  const auto timeline = report::read_timeline(options.folder, steps, left_out);
   summary << contents(timeline) << "\n";
+  if (timeline.why.cause != report::Cause::kNothing) summary << ckpt::printable(timeline.why.text) << "\n";
   if (const auto longest = report::longest_wait(timeline); !longest.empty())
     summary << "longest wait: " << ckpt::printable_line(longest) << "\n";
   std::optional<report::PlanComparison> plan;
   if (!options.plan.empty()) plan = report::compare(report::read_plan(options.plan), timeline);
   if (plan) summary << text_of(*plan);
-  for (const auto& line : unreadable) summary << "Not read: " << ckpt::printable_line(line) << "\n";
+  for (const auto& line : left_out) summary << "Not read: " << ckpt::printable_line(line) << "\n";
   if (!options.json.empty()) write(options.json, report::trace_json(timeline), summary);
   if (!page.empty()) write(page, report::timeline_page(timeline, report::title_of(options.folder), plan), summary);
   return 0;

@@ -120,11 +120,17 @@ class FSDPModule:
         state.model.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing, because each backward that reduces gradients waits for them and gives them to the parameters.
+        """With False, the step of ``step_report`` and of timelines goes on after backward, until one with True.
 
-        In FSDP2, each backward gives gradients, too, but only the last one orders the current stream behind the
+        Nothing else changes: each backward that reduces gradients waits for them and gives them to the parameters. In
+        FSDP2, each backward gives gradients, too, but only the last one orders the current stream behind the
         reductions.
         """
+        state = self._get_fsdp_state()
+        root = state if state.model is None else state.model.states[0]
+        root.running.ends_step = bool(is_last_backward)
+        if root.model is not None:
+            root.model.engine.set_ends_step(root.running.ends_step)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """With True, the end of a backward does not reduce the gradients that are left; ``finalize_backward`` does, once for all backwards.

@@ -192,6 +192,7 @@ class Model:
         self.prefetch_depth = root.running.prefetch_depth
         self.set_is_last_backward(root.running.is_last_backward)
         self.set_manual_finalization(root.running.manual_finalization)
+        self.engine.set_ends_step(root.running.ends_step)
         self._finalization: GradientReductionHandle | None = None
         self._registrations = Registrations(root.modules, functools.partial(_parameters_below, *root.modules))
         self._missed = MissedUnits(

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
 import sysconfig
 import traceback
-from contextlib import suppress
-from typing import TextIO
 
 # Programs use the signals that have names: Slurm's, and frameworks', for saving before a time limit, for example.
 _SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
-_files: dict[int, TextIO] = {}  # By process, as a forked one has its own. faulthandler keeps the number of its file, not the file.
+_STACK_FILE = "fsdp-stack"  # As in src/events/program_stack.h: a file in memory, which ends with its process.
+
+_files: dict[int, int] = {}  # The one of this process, by its number: a fork of it makes its own.
 
 
 def register() -> None:
-    """With the environment variable FSDP_EVENTS, makes a signal write the stack of this rank into a file beside its events.
+    """With the environment variable FSDP_EVENTS, makes a signal write the stack of this rank into a file that `fsdp why` finds.
 
     The file's first line is the number of the signal. Without the variable, nothing is done, and once in a process is enough.
     """
-    folder = os.environ.get("FSDP_EVENTS")
-    if not folder or os.getpid() in _files or _SIGNAL is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+    if not os.environ.get("FSDP_EVENTS") or os.getpid() in _files:
         return
-    path = os.path.join(folder, f"stack-{os.getpid()}.txt")
+    if _SIGNAL is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+        return
     try:
-        os.makedirs(folder, exist_ok=True)
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        print(int(_SIGNAL), file=file, flush=True)
+        made = os.memfd_create(_STACK_FILE)
+        file = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)  # The program may have closed its streams.
+        os.close(made)
+        os.write(file, f"{int(_SIGNAL)}\n".encode())
     except OSError:
-        return  # The rank says that its folder can't be written when it makes the file of events.
-    _files[os.getpid()] = file
+        return  # The answer would have been a help.
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
-    atexit.register(_remove, path, os.getpid())
-
-
-def _remove(path: str, process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it
-        with suppress(OSError):
-            os.remove(path)
+    for parents in _files.values():
+        os.close(parents)
+    _files.clear()
+    _files[os.getpid()] = file
 
 
 def error_of_script() -> str:

@@ -419,6 +419,8 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_is_last_backward", [](HookedModel& model, bool last) { model.engine().set({.is_last_backward = last}); }, kNoGil)
       .def(
+          "set_ends_step", [](HookedModel& model, bool ends) { model.engine().set({.ends_step = ends}); }, kNoGil)
+      .def(
           "set_manual_finalization", [](HookedModel& model, bool manual) { model.engine().set({.manual_finalization = manual}); }, kNoGil)
       .def(
           "finalize_backward", [](HookedModel& model, bool wait) { model.engine().finalize_backward(wait); }, kNoGil)

@@ -383,14 +383,13 @@ void Engine::reshard_after_backward() {
 
 /// [Current when forward begins] `last` says whether this is the last backward before an update.
 void Engine::note_backward(bool last) {
-  bool synchronizes = false;
+  bool gives = false;
   for (const auto& unit : units_) {
-    const auto& options = unit->options;
-    const bool gave = last && options.requires_gradient_sync && options.updated_after_backward;
+    const bool gave = last && unit->options.requires_gradient_sync && unit->options.updated_after_backward;
     unit->whole.last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
-    synchronizes = synchronizes || options.requires_gradient_sync;
+    gives = gives || gave;
   }
-  events_.backward_ended(last && synchronizes);
+  events_.backward_ended(gives && ends_step_);
 }
 
 void Engine::finalize_backward(bool wait) {
@@ -491,6 +490,7 @@ void Engine::set(const StepSettings& settings) {
   const auto lock = this->lock();
   prefetch_depth_ = settings.prefetch_depth.value_or(prefetch_depth_);
   facts_.is_last_backward = settings.is_last_backward.value_or(facts_.is_last_backward);
+  ends_step_ = settings.ends_step.value_or(ends_step_);
   facts_.manual_finalization = settings.manual_finalization.value_or(facts_.manual_finalization);
   if (settings.overlaps_reductions) reducer_.set_overlaps(*settings.overlaps_reductions);
   if (settings.buffer_memory) pools_.set_memory(units_, *settings.buffer_memory);

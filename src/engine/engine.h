@@ -66,6 +66,7 @@ struct EngineOptions {
 struct StepSettings {
   std::optional<int> prefetch_depth = {};
   std::optional<bool> is_last_backward = {};     ///< With false, the end of a backward leaves reductions under way.
+  std::optional<bool> ends_step = {};            ///< With false, backwards that give gradients do not end a step of the reports.
   std::optional<bool> manual_finalization = {};  ///< With true, the ends of backwards reduce nothing: finalize_backward does, once for all.
   std::optional<bool> overlaps_reductions = {};  ///< With false, each reduction ends before backward continues.
   /// The kind of memory from which the engine's buffers come, if the process groups have it. Buffers that are in use move when they are
@@ -193,6 +194,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int prefetch_depth_;
   OneStream stream_;
   ModelFacts facts_;
+  bool ends_step_ = true;  ///< See StepSettings.
   memory::Accounting accounting_;
   StepEvents events_;
   BufferPools pools_;

@@ -19,7 +19,7 @@ namespace fsdp::events {
 /// Who wrote a file of events. Numbers that are not known are -1. The first two members stay where they are in all versions.
 struct EventWriter {
   static constexpr std::array<char, 8> kFormat = {'f', 's', 'd', 'p', '-', 'e', 'v', 's'};
-  static constexpr std::uint64_t kVersion = 2;
+  static constexpr std::uint64_t kVersion = 3;
 
   std::array<char, 8> format = kFormat;
   std::uint64_t version = kVersion;
@@ -69,6 +69,10 @@ class EventMemory {
   std::vector<Event> read() const;
   /// How many events have been written. Any thread.
   std::uint64_t written() const noexcept { return written_.load(std::memory_order_acquire); }
+  /// Notes that the process lives, though it writes no events. Any thread.
+  void note_alive() noexcept { alive_.store(now(), std::memory_order_relaxed); }
+  /// When that was noted last; 0: never.
+  std::int64_t alive() const noexcept { return alive_.load(std::memory_order_relaxed); }
 
   /// The number of a name, from any thread; 0 if the text is empty or not known.
   std::uint32_t find_name(std::string_view text) const noexcept;
@@ -124,6 +128,7 @@ class EventMemory {
   EventWriter writer_;  // All members are private, so that they lie one after the other.
   std::atomic<std::uint64_t> written_;
   std::uint64_t forgotten_;  ///< Events up to this one are not read.
+  std::atomic<std::int64_t> alive_;
   std::array<Entry, kEvents> entries_;
   std::array<Place, kPlaces> names_;
   std::uint64_t name_count_;

@@ -119,6 +119,8 @@ int make_file(const std::filesystem::path& path) {
 
 void record(const Event& event) noexcept { Memory::instance().now().write(event); }
 
+void note_alive() noexcept { Memory::instance().now().note_alive(); }
+
 void record_end(EndKind end, std::string_view text) noexcept {
   const auto name = name_of(text.substr(0, kLongestError));
   if (ended.exchange(getpid()) == getpid()) return;
@@ -173,7 +175,7 @@ void keep_in_file_if_asked(std::int64_t rank, std::int64_t world_size) noexcept 
   try {
     keep_in_file(folder, rank, world_size);
     note_ends();
-    write_stack_when_asked(folder);
+    write_stack_when_asked();
   } catch (const std::exception& error) {
     std::cerr << "libfsdp: rank " + std::to_string(rank) +
                      " keeps no events in a file, so `fsdp why` will not know of it: FSDP_EVENTS: " + error.what() + "\n"

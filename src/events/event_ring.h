@@ -13,6 +13,9 @@ namespace fsdp::events {
 
 /// Writes the event to the memory of this process. Any thread, and handlers of signals; takes no lock and no memory.
 void record(const Event& event) noexcept;
+/// Notes that this process lives, for whoever reads its file after its death. Collectives call it again and again while they wait. Any
+/// thread.
+void note_alive() noexcept;
 /// Notes how this process ends, with the text of the exception if it is one. The first call of a process counts.
 void record_end(EndKind end, std::string_view text = {}) noexcept;
 /// The events of this process that are kept, the oldest first. A forked process begins with none.

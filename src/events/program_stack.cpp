@@ -3,6 +3,7 @@
 #include <execinfo.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,17 +17,8 @@ namespace {
 
 constexpr int kMostFrames = 128;
 
-/// Of the process that has made it; a forked one makes its own.
-struct StackFile {
-  pid_t process = 0;
-  std::string path;
-};
-// Never destroyed, as the handler may run until the process ends.
-StackFile& stack_file() {
-  static StackFile& file = *new StackFile();
-  return file;
-}
-volatile sig_atomic_t descriptor = -1;  // of it, for the handler
+pid_t asked = 0;                        // The process that writes its stacks; a forked one has a file of its own.
+volatile sig_atomic_t descriptor = -1;  // of the file, for the handler
 
 void write_line(int file, std::string_view text) {
   // What can't be written is missed by who asks, and by nobody else.
@@ -50,12 +42,6 @@ void write_stack(int signal) {
   errno = error;
 }
 
-void remove_file() {
-  const auto& file = stack_file();
-  std::error_code none;
-  if (file.process == getpid()) std::filesystem::remove(file.path, none);
-}
-
 bool may_have_signal(int number) {
   struct sigaction now = {};
   return sigaction(number, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) == 0 &&
@@ -64,26 +50,24 @@ bool may_have_signal(int number) {
 
 }  // namespace
 
-void write_stack_when_asked(const std::filesystem::path& folder) noexcept {
+void write_stack_when_asked() noexcept {
   const int number = SIGRTMAX - 3;  // Programs use the signals that have names.
-  auto& file = stack_file();
-  if (file.process == getpid() || !may_have_signal(number)) return;
-  try {
-    const auto path = folder / ("stack-" + std::to_string(getpid()) + ".txt");
-    const int opened = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644);
-    if (opened < 0) return;
-    write_line(opened, std::to_string(number));
-    std::array<void*, 1> frame{};
-    backtrace(frame.data(), static_cast<int>(frame.size()));
-    file = {.process = getpid(), .path = path};
-    descriptor = opened;
-    struct sigaction writing = {};
-    writing.sa_handler = &write_stack;
-    writing.sa_flags = SA_RESTART;  // Calls of the program go on as if there had been no signal.
-    sigaction(number, &writing, nullptr);
-    std::atexit(&remove_file);
-  } catch (...) {  // The answer would have been a help.
-  }
+  if (asked == getpid() || !may_have_signal(number)) return;
+  const int made = memfd_create(kStackFile, MFD_CLOEXEC);
+  if (made < 0) return;
+  const int file = fcntl(made, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);  // The program may have closed its streams.
+  close(made);
+  if (file < 0) return;
+  write_line(file, std::to_string(number));
+  std::array<void*, 1> frame{};
+  backtrace(frame.data(), static_cast<int>(frame.size()));
+  asked = getpid();
+  if (descriptor >= 0) close(descriptor);  // the parent's
+  descriptor = file;
+  struct sigaction writing = {};
+  writing.sa_handler = &write_stack;
+  writing.sa_flags = SA_RESTART;  // Calls of the program go on as if there had been no signal.
+  sigaction(number, &writing, nullptr);
 }
 
 }  // namespace fsdp::events

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <filesystem>
 #include <string_view>
 
 // Where a C++ program is, for who asks from outside.
@@ -12,9 +11,12 @@ inline constexpr std::string_view kNativeStack = "Stack of the main thread, most
 /// The last one.
 inline constexpr std::string_view kEndOfStack = "End of the stack.";
 
-/// From now on, the signal SIGRTMAX - 3 makes this process append the stack of its main thread to FOLDER/stack-PROCESS.txt, whose first
-/// line is the number of the signal. The file goes when the program ends. Does nothing if the program, or Python's package, has a handler
-/// for the signal, or if the file can't be made. One thread at a time.
-void write_stack_when_asked(const std::filesystem::path& folder) noexcept;
+/// The name of the file in memory for such stacks. It ends with its process, and others find it among the process's open files.
+inline constexpr const char* kStackFile = "fsdp-stack";
+
+/// From now on, the signal SIGRTMAX - 3 makes this process append the stack of its main thread to a file kStackFile, whose first line is
+/// the number of the signal. Does nothing if the program, or Python's package, has a handler for the signal, or if the file can't be made.
+/// One thread at a time.
+void write_stack_when_asked() noexcept;
 
 }  // namespace fsdp::events

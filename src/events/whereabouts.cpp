@@ -2,7 +2,7 @@
 
 namespace fsdp::events {
 
-void Whereabouts::take(const Event& event) noexcept {
+bool Whereabouts::take(const Event& event) noexcept {
   switch (event.kind) {
     case EventKind::kStepBegan:
       pass_ = Pass::kForward;
@@ -21,9 +21,10 @@ void Whereabouts::take(const Event& event) noexcept {
       unit_ = 0;
       break;
     default:
-      return;
+      return false;
   }
   since_ = event.time;
+  return true;
 }
 
 std::string Whereabouts::describe(std::string_view unit) const {

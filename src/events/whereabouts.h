@@ -13,7 +13,8 @@ class Whereabouts {
  public:
   enum class Pass : std::uint8_t { kNone, kForward, kBackward, kBetweenSteps };
 
-  void take(const Event& event) noexcept;
+  /// Returns whether the event tells where the computation is.
+  bool take(const Event& event) noexcept;
 
   Pass pass() const noexcept { return pass_; }
   /// A name; 0 where no unit has been entered in this pass.

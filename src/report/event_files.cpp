@@ -4,11 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
@@ -29,6 +31,9 @@ using events::EventWriter;
 namespace {
 
 constexpr std::int64_t kMostRanks = 1 << 20;  // More are a sign of damage.
+/// Ranks of one run make their files when they have met. A rank whose last event is so much older than another one's file is of another
+/// run.
+constexpr std::int64_t kBetweenRuns = 60'000'000'000;  // ns
 
 /// A word of /proc/PID/status, such as the letter after "State:".
 std::string status_of(std::int64_t process, const std::string& key) {
@@ -98,6 +103,8 @@ RankEvents read_events(const fs::path& path, std::size_t most_events) {
                 std::to_string(rank.writer.world_size) + ", which is damaged");
   }
   rank.written = memory->written();
+  rank.alive = memory->alive();
+  rank.file = path;
   rank.events = memory->read();
   const auto in_time = [](const Event& a, const Event& b) { return a.time < b.time; };
   // Threads take their places one after the other, but the time before that.
@@ -129,29 +136,52 @@ RankEvents read_events(const fs::path& path, std::size_t most_events) {
   return rank;
 }
 
-std::vector<fs::path> event_files_in(const fs::path& folder) {
-  std::error_code failed;
-  std::vector<fs::path> files;
-  for (auto entry = fs::directory_iterator(folder, failed); !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
-    if (entry->path().extension() == ".events") files.push_back(entry->path());
-  }
-  if (failed) throw Error(folder.string() + ": " + failed.message());
-  return files;
-}
+namespace {
 
-std::vector<RankEvents> read_all_events(const fs::path& folder, std::vector<std::string>& unreadable) {
-  std::vector<RankEvents> ranks;
-  for (const auto& file : event_files_in(folder)) {
-    try {
-      ranks.push_back(read_events(file));
-    } catch (const Error& error) {
-      unreadable.emplace_back(error.what());
+/// The last events of the files of a folder. Several threads read, as there may be thousands of files.
+class Reader {
+ public:
+  Reader(const fs::path& folder, std::size_t most_events) : most_events_(most_events) {
+    std::error_code failed;
+    for (auto entry = fs::directory_iterator(folder, failed); !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
+      if (entry->path().extension() == ".events") files_.push_back(entry->path());
+    }
+    if (failed) throw Error(folder.string() + ": " + failed.message());
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < std::min(std::thread::hardware_concurrency(), kMostThreads) && i < files_.size(); ++i) {
+      others.emplace_back([this] { read(); });
+    }
+    read();
+    for (auto& thread : others) thread.join();
+    std::sort(run_.ranks.begin(), run_.ranks.end(), [](const auto& a, const auto& b) { return a.writer.rank < b.writer.rank; });
+  }
+
+  Run take() { return std::move(run_); }
+
+ private:
+  static constexpr unsigned kMostThreads = 8;
+
+  void read() {
+    for (std::size_t i = next_++; i < files_.size(); i = next_++) {
+      try {
+        auto rank = read_events(files_[i], most_events_);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        run_.ranks.push_back(std::move(rank));
+      } catch (const Error& error) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        run_.left_out.emplace_back(error.what());
+      }
     }
   }
-  std::sort(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.writer.rank < b.writer.rank; });
-  return ranks;
-}
 
+  const std::size_t most_events_;
+  std::vector<fs::path> files_;
+  std::atomic<std::size_t> next_{0};  ///< Of the files, not yet read.
+  std::mutex mutex_;
+  Run run_;  ///< Under the mutex while files are read.
+};
+
+/// Seconds of processors that a process has used so far; -1 if it can't be seen.
 double processor_seconds(const EventWriter& writer) {
   if (!is_visible(writer)) return -1;
   const auto fields = events::process_stat(writer.process);
@@ -160,8 +190,69 @@ double processor_seconds(const EventWriter& writer) {
   return (std::stod(fields[kUser]) + std::stod(fields[kUser + 1])) / static_cast<double>(sysconf(_SC_CLK_TCK));
 }
 
-std::vector<std::string> lines_of_program(const fs::path& folder, const EventWriter& writer) {
-  const auto path = folder / ("stack-" + std::to_string(writer.process) + ".txt");
+/// Finds out which ranks move, if there are some that can. Ranks that wait for the process that looks do not.
+void look_again(std::vector<RankEvents>& ranks) {
+  constexpr std::chrono::milliseconds kBetweenLooks{300};
+  const auto runs = [](const RankEvents& rank) { return rank.process == ProcessState::kRunning; };
+  const auto is_this = [](const RankEvents& rank) { return lives(rank) && rank.writer.process == getpid(); };
+  if (std::none_of(ranks.begin(), ranks.end(), runs) || std::any_of(ranks.begin(), ranks.end(), is_this)) return;
+  std::vector<double> before;
+  for (const auto& rank : ranks) before.push_back(processor_seconds(rank.writer));
+  const auto begin = std::chrono::steady_clock::now();
+  std::this_thread::sleep_for(kBetweenLooks);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    auto& rank = ranks[i];
+    if (!runs(rank)) continue;
+    rank.moves = events::written_to(rank.file) > rank.written;
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+    const auto used = processor_seconds(rank.writer);
+    if (used >= 0 && before[i] >= 0) rank.processors = (used - before[i]) / passed.count();
+  }
+}
+
+/// The file in memory to which a process writes its stacks; empty if it has none.
+fs::path stack_file_of(std::int64_t process) {
+  std::error_code failed;
+  for (auto entry = fs::directory_iterator("/proc/" + std::to_string(process) + "/fd", failed);
+       !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
+    std::error_code gone;
+    if (fs::read_symlink(entry->path(), gone).string().starts_with(std::string("/memfd:") + events::kStackFile)) return entry->path();
+  }
+  return {};
+}
+
+}  // namespace
+
+Run read_run(const fs::path& folder, std::size_t most_events) {
+  auto run = Reader(folder, most_events).take();
+  if (run.ranks.empty() && !run.left_out.empty()) throw Error(run.left_out.front());
+  if (const auto earlier = drop_earlier_runs(run.ranks); !earlier.empty())
+    run.left_out.push_back("files of " + names_of(earlier) + ", which an earlier run has left");
+  look_again(run.ranks);
+  return run;
+}
+
+std::vector<std::int64_t> drop_earlier_runs(std::vector<RankEvents>& ranks) {
+  if (ranks.empty()) return {};
+  const auto made = [](const RankEvents& rank) { return rank.writer.made + rank.writer.ahead_of_epoch; };
+  const auto& last_made = *std::max_element(ranks.begin(), ranks.end(), [&](const auto& a, const auto& b) { return made(a) < made(b); });
+  const auto newest = made(last_made);
+  const auto world_size = last_made.writer.world_size;
+  std::vector<std::int64_t> earlier;
+  std::erase_if(ranks, [&](const RankEvents& rank) {
+    const auto last = rank.events.empty() ? made(rank) : rank.events.back().time + rank.writer.ahead_of_epoch;
+    if (rank.writer.world_size == world_size && std::max(made(rank), last) >= newest - kBetweenRuns) return false;
+    earlier.push_back(rank.writer.rank);
+    return true;
+  });
+  return earlier;
+}
+
+bool lives(const RankEvents& rank) { return rank.process != ProcessState::kDead && rank.process != ProcessState::kElsewhere; }
+
+std::vector<std::string> lines_of_program(const EventWriter& writer) {
+  if (process_of(writer) != ProcessState::kRunning) return {};
+  const auto path = stack_file_of(writer.process);
   const auto read = [&] {
     std::ifstream file(path);
     return std::string(std::istreambuf_iterator<char>(file), {});
@@ -169,7 +260,7 @@ std::vector<std::string> lines_of_program(const fs::path& folder, const EventWri
   const auto before = read();
   int signal = 0;  // The file's first line is the signal's number.
   ClassicStream<std::istringstream>(before) >> signal;
-  if (process_of(writer) != ProcessState::kRunning || signal < 1 || signal > SIGRTMAX || !handles(writer.process, signal)) return {};
+  if (signal < 1 || signal > SIGRTMAX || !handles(writer.process, signal)) return {};
   if (kill(static_cast<pid_t>(writer.process), signal) != 0) return {};
   constexpr auto kPatience = std::chrono::seconds(1);
   constexpr auto kBetween = std::chrono::milliseconds(10);
@@ -184,6 +275,24 @@ std::vector<std::string> lines_of_program(const fs::path& folder, const EventWri
     text = std::move(now);
   }
   return text.find(events::kNativeStack) == std::string::npos ? lines_of_main_thread(text) : lines_of_native_stack(text, writer.process);
+}
+
+std::string names_of(std::vector<std::int64_t> ranks) {
+  constexpr int kMostRuns = 8;
+  std::sort(ranks.begin(), ranks.end());
+  std::vector<std::string> runs;
+  std::size_t i = 0;
+  for (; i < ranks.size() && runs.size() < kMostRuns; ++i) {
+    const auto first = ranks[i];
+    runs.push_back(std::to_string(first));
+    if (i + 2 >= ranks.size() || ranks[i + 2] != first + 2) continue;  // "0 and 1", but "0-2"
+    while (i + 1 < ranks.size() && ranks[i + 1] == ranks[i] + 1) ++i;
+    runs.back() += "-" + std::to_string(ranks[i]);
+  }
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t k = 0; k < runs.size(); ++k)
+    text += (k == 0 ? "" : k + 1 == runs.size() && i == ranks.size() ? " and " : ", ") + runs[k];
+  return i == ranks.size() ? text : text + " and " + std::to_string(ranks.size() - i) + " more";
 }
 
 }  // namespace fsdp::report

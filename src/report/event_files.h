@@ -17,29 +17,43 @@ enum class ProcessState : std::uint8_t { kRunning, kStopped, kDebugged, kDead, k
 
 /// What one rank has left.
 struct RankEvents {
+  std::filesystem::path file;
   events::EventWriter writer;
   std::vector<events::Event> events;  ///< In time; `unit` and `operation` are indices into `names`.
   std::vector<std::string> names;     ///< The first is empty.
   std::vector<std::string> sources;   ///< By Event::source: what it is, for example a row's name, and its number among those of this name.
   std::uint64_t written = 0;          ///< How many events it had written when the file was read.
+  std::int64_t alive = 0;             ///< When it noted last that it lives, as it does in waits; 0: never.
   ProcessState process = ProcessState::kElsewhere;
+  bool moves = false;      ///< It has written events while read_run() looked.
+  double processors = -1;  ///< How many processors its process used meanwhile; -1: not known.
 };
 
 /// Reads the last events of one rank's file, and looks at its process. Throws Error if it is no such file, or one of another version.
 RankEvents read_events(const std::filesystem::path& file, std::size_t most_events = events::EventMemory::kEvents);
 
-/// The files of events in a folder, in no order. Throws Error if it can't be read.
-std::vector<std::filesystem::path> event_files_in(const std::filesystem::path& folder);
+/// What the ranks of one run have left.
+struct Run {
+  std::vector<RankEvents> ranks;      ///< By rank.
+  std::vector<std::string> left_out;  ///< What is said of files that can't be read, or that an earlier run has left.
+};
 
-/// Reads all of them, by rank; what can't be read is left out, and listed in `unreadable`.
-std::vector<RankEvents> read_all_events(const std::filesystem::path& folder, std::vector<std::string>& unreadable);
+/// Reads the folder, which may have files of earlier runs, too. Looks twice at processes that run, for which it takes a third of a second.
+/// Throws Error if the folder, or all of its files, can't be read.
+Run read_run(const std::filesystem::path& folder, std::size_t most_events = events::EventMemory::kEvents);
 
-/// Seconds of processors that a process has used so far; -1 if it can't be seen.
-double processor_seconds(const events::EventWriter& writer);
+/// Leaves out what another run than the newest has left. Returns those ranks.
+std::vector<std::int64_t> drop_earlier_runs(std::vector<RankEvents>& ranks);
 
-/// The lines of its program at which a process is, from the outermost to the innermost, if it can tell them: its Python package has said so
-/// in a file of the folder, or the engine has for a C++ program (see lines_of_native_stack()), and it runs on this host. Empty otherwise.
+/// Whether its process is there.
+bool lives(const RankEvents& rank);
+
+/// The lines of its program at which a process is, from the outermost to the innermost, if it can tell them: its Python package has written
+/// them to a file in memory, or the engine has for a C++ program (see lines_of_native_stack()), and it runs on this host. Empty otherwise.
 /// Waits up to a second for the answer.
-std::vector<std::string> lines_of_program(const std::filesystem::path& folder, const events::EventWriter& writer);
+std::vector<std::string> lines_of_program(const events::EventWriter& writer);
+
+/// "rank 1", "ranks 0 and 2-7"; of very many, the first ones.
+std::string names_of(std::vector<std::int64_t> ranks);
 
 }  // namespace fsdp::report

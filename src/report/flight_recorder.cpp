@@ -29,12 +29,12 @@ class Dump {
  public:
   /// `first`: by row, the first number that all have kept.
   Dump(const RankNow& rank, const std::map<std::string, std::uint64_t>& first) : rank_(rank) {
-    for (const auto& [row, calls] : rank.rows()) {
-      for (const auto& call : calls) {
-        if (call.number >= first.at(row)) calls_.push_back({.row = &row, .call = &call});
+    for (const auto& [row, of_row] : rank.rows()) {
+      for (const auto* call : rank.calls(row)) {
+        if (call->call.number >= first.at(row)) calls_.push_back({.row = &row, .call = call});
       }
     }
-    std::stable_sort(calls_.begin(), calls_.end(), [](const Made& a, const Made& b) { return a.call->time < b.call->time; });
+    std::stable_sort(calls_.begin(), calls_.end(), [](const Made& a, const Made& b) { return a.call->posted < b.call->posted; });
   }
 
   std::string text() {
@@ -43,7 +43,7 @@ class Dump {
     pickle_.string(kVersion);
     pickle_.string("pg_config");
     pickle_.begin_dict();
-    for (const auto& [row, calls] : rank_.rows()) write_row(row);
+    for (const auto& [row, of_row] : rank_.rows()) write_row(row);
     pickle_.end_dict();
     pickle_.string("pg_status");
     pickle_.begin_dict();
@@ -59,7 +59,7 @@ class Dump {
  private:
   struct Made {
     const std::string* row;
-    const PostedCall* call;
+    const Collective* call;
   };
 
   void member(std::string_view name, std::int64_t value) {
@@ -102,14 +102,14 @@ class Dump {
     pickle_.end_dict();
   }
 
-  void write_call(std::int64_t record, const std::string& row, const PostedCall& call) {
-    const auto& operation = rank_.operation_of(call);
+  void write_call(std::int64_t record, const std::string& row, const Collective& collective) {
+    const auto& call = collective.call;
+    const std::string operation(rank_.text_of(call.operation));
     const auto name = name_of_operation(operation);
-    auto unit = rank_.unit_of(call);
+    std::string unit(rank_.text_of(call.unit));
     std::replace_if(
         unit.begin(), unit.end(), [](char c) { return c == ':' || c == ' '; }, '_');
     const auto ranks = static_cast<std::int64_t>(events::ranks_of_row(row).size());
-    const RowNumber which{row, call.number};
     pickle_.begin_dict();
     member("record_id", record);
     member("pg_id", std::int64_t{0});
@@ -122,15 +122,15 @@ class Dump {
     member("p2p_seq_id", std::int64_t{0});
     member("op_id", static_cast<std::int64_t>(call.number));
     member("profiling_name", std::string("gloo:").append(name) + (unit.empty() ? "" : " " + unit));
-    member("time_created_ns", call.time);
+    member("time_created_ns", collective.posted + rank_.left.writer.ahead_of_epoch);
     sizes("input_sizes", name == "reduce_scatter" ? call.bytes * ranks : call.bytes);
     sizes("output_sizes", name == "all_gather" ? call.bytes * ranks : call.bytes);
     const auto kind = unit.empty() ? operation : operation + " of " + unit;
     list_of("input_dtypes", kind);
     list_of("output_dtypes", kind);
-    member("state", std::string_view(call.done ? "completed" : rank_.waits.contains(which) ? "started" : "scheduled"));
+    member("state", std::string_view(collective.is_done() ? "completed" : collective.is_awaited() ? "started" : "scheduled"));
     member("is_p2p", false);
-    member("retired", call.done);
+    member("retired", collective.is_done());
     pickle_.string("frames");
     pickle_.begin_list();
     pickle_.end_list();
@@ -147,9 +147,9 @@ class Dump {
 void write_flight_recorder(const std::vector<RankNow>& ranks, const std::filesystem::path& folder) {
   std::map<std::string, std::uint64_t> first;
   for (const auto& rank : ranks) {
-    for (const auto& [row, calls] : rank.rows()) {
+    for (const auto& [row, of_row] : rank.rows()) {
       auto& number = first[row];
-      if (!calls.empty()) number = std::max(number, calls.front().number);
+      if (const auto calls = rank.calls(row); !calls.empty()) number = std::max(number, calls.front()->call.number);
     }
   }
   std::error_code failed;

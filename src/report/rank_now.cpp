@@ -1,6 +1,8 @@
 #include "report/rank_now.h"
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "events/row_name.h"
 
@@ -11,85 +13,71 @@ using events::EventKind;
 
 namespace {
 
-/// More than a rank can be ahead of another one (SharedRow::kCalls), so that the last calls that all have made are among them.
-constexpr std::size_t kKeptCalls = 512;
+std::vector<std::uint32_t> engines_of(const std::vector<Event>& events) {
+  std::map<std::uint32_t, int> steps;
+  events::Whereabouts whereabouts;
+  for (const auto& event : events) {
+    if (whereabouts.take(event)) steps[event.source] += event.kind == EventKind::kStepBegan ? 1 : 0;
+  }
+  std::vector<std::uint32_t> engines;
+  for (const auto& [source, count] : steps) engines.push_back(source);
+  std::stable_sort(engines.begin(), engines.end(), [&](auto a, auto b) { return steps[a] > steps[b]; });
+  if (engines.empty()) engines.push_back(0);
+  return engines;
+}
+
+std::map<CollectiveKey, Collective> collectives_of_all(const RankNow& rank) {
+  const auto text_of = [&](std::uint32_t name) { return rank.text_of(name); };
+  const auto& events = rank.left.events;
+  auto all = collectives_of(events, rank.engines.front(), text_of);
+  for (std::size_t i = 1; i < rank.engines.size(); ++i) {
+    std::set<std::uint32_t> units;
+    for (const auto& event : events) {
+      if (event.source == rank.engines[i] && event.kind == EventKind::kEntered) units.insert(event.unit);
+    }
+    for (const auto& event : events) {
+      if (event.source == rank.engines.front() && event.kind == EventKind::kEntered) units.erase(event.unit);
+    }
+    for (auto& [key, collective] : collectives_of(events, rank.engines[i], text_of)) {
+      if (units.contains(collective.call.unit)) all[key] = collective;
+    }
+  }
+  return all;
+}
 
 }  // namespace
 
-/// What events say of one source; by its number, as there are many events.
-struct RankNow::OfSource {
-  const std::string* name = nullptr;
-  bool is_row = false;
-  std::vector<PostedCall> calls;
-  std::vector<std::pair<std::uint64_t, std::int64_t>> waits;  // numbers, and since when
-};
-
-RankNow::RankNow(const RankEvents& rank) : writer(rank.writer), process(rank.process), names_(rank.names) {
-  static const std::string kNoName;
-  std::vector<OfSource> sources(rank.sources.size() + 1);
-  for (std::size_t i = 0; i < rank.sources.size(); ++i) {
-    sources[i].name = &rank.sources[i];
-    sources[i].is_row = !events::ranks_of_row(rank.sources[i]).empty();
+RankNow::RankNow(RankEvents events, const ClockOffset& ahead) : left(std::move(events)), clock(ahead) {
+  for (auto& event : left.events) event.time -= clock.ahead;
+  engines = engines_of(left.events);
+  collectives = collectives_of_all(*this);
+  for (std::uint32_t source = 0; source < left.sources.size(); ++source) {
+    if (!events::ranks_of_row(left.sources[source]).empty()) rows_[left.sources[source]].source = source;
   }
-  sources.back().name = &kNoName;
-  for (const auto& event : rank.events) take(event, sources[std::min<std::size_t>(event.source, rank.sources.size())]);
-  for (auto& source : sources) {
-    if (!source.is_row) continue;
-    rows_[*source.name] = std::move(source.calls);
-    for (const auto& [number, since] : source.waits) waits.emplace(RowNumber{*source.name, number}, since);
+  for (const auto& [key, collective] : collectives) {
+    const auto row = rows_.find(row_of(key.first));
+    if (row == rows_.end()) continue;
+    if (collective.posted != 0) row->second.last = key.second;
+    if (collective.is_awaited()) waits.emplace(which(key), collective.wait_began);
   }
-  pass = whereabouts_.pass();
+  for (const auto& event : left.events) take(event);
+  last_sign = lives(left) ? events::now() - clock.ahead : std::max(last_event, left.alive - clock.ahead);
 }
 
-void RankNow::take(const Event& event, OfSource& source) {
-  const auto time = event.time + writer.ahead_of_epoch;
-  const auto text = [&] { return event.operation < names_.size() ? names_[event.operation] : std::string(); };
-  auto& calls = source.calls;
-  last_event = time;
-  switch (event.kind) {
-    case EventKind::kPosted: {
-      // Threads may come to the ring in another order than to the row.
-      const auto before = std::find_if(calls.rbegin(), calls.rend(), [&](const PostedCall& call) { return call.number < event.number; });
-      calls.insert(before.base(),
-                   {.number = event.number, .operation = event.operation, .unit = event.unit, .bytes = event.bytes, .time = time});
-      if (calls.size() > 2 * kKeptCalls) calls.erase(calls.begin(), calls.end() - kKeptCalls);
-      last_move = time;
-      break;
-    }
-    case EventKind::kWaitBegan:
-      source.waits.emplace_back(event.number, time);
-      break;
-    case EventKind::kWaitEnded:
-    case EventKind::kFailed:
-      std::erase_if(source.waits, [&](const auto& wait) { return wait.first == event.number; });
-      for (auto call = calls.rbegin(); call != calls.rend() && call->number >= event.number; ++call) {
-        if (call->number == event.number) call->done = true;
-      }
-      if (event.kind == EventKind::kFailed && source.is_row) fail({.time = time, .text = {}, .in = RowNumber{*source.name, event.number}});
-      break;
-    case EventKind::kGivenUp:
-      if (source.is_row) fail({.time = time, .text = text(), .in = RowNumber{*source.name, 0}});
-      break;
-    case EventKind::kEnded:
-      if (end) break;
-      end = static_cast<events::EndKind>(event.number);
-      if (end == events::EndKind::kException) fail({.time = time, .text = text(), .in = {}});
-      break;
-    case EventKind::kStepBegan:
-      failure.reset();  // It has gone on.
-      [[fallthrough]];
-    case EventKind::kEntered:
-    case EventKind::kBackwardBegan:
-    case EventKind::kBackwardEnded:
-      whereabouts_.take(event);
-      last_move = time;
-      break;
-    case EventKind::kArrived:
-    case EventKind::kHeldStream:
-    case EventKind::kMemoryHeld:
-    case EventKind::kMemoryPeaked:
-    case EventKind::kKindPeaked:
-      break;
+void RankNow::take(const Event& event) {
+  last_event = event.time;
+  if (whereabouts.take(event) || event.kind == EventKind::kPosted) last_move = event.time;
+  const auto is_of_row = [&] { return rows_.contains(row_of(event.source)); };
+  if (event.kind == EventKind::kStepBegan) {
+    failure.reset();  // It has gone on.
+  } else if (event.kind == EventKind::kFailed && is_of_row()) {
+    fail({.time = event.time, .text = {}, .in = which({event.source, event.number})});
+  } else if (event.kind == EventKind::kGivenUp && is_of_row()) {
+    fail({.time = event.time, .text = std::string(text_of(event.operation)), .in = which({event.source, 0})});
+  } else if (event.kind == EventKind::kEnded && !end) {
+    end = static_cast<events::EndKind>(event.number);
+    end_text = text_of(event.operation);
+    if (end == events::EndKind::kException) fail({.time = event.time, .text = end_text, .in = {}});
   }
 }
 
@@ -104,36 +92,45 @@ void RankNow::fail(Failure next) {
   if (failure->in && next.in && failure->in->number == 0 && next.in->row == failure->in->row) failure->in->number = next.in->number;
 }
 
-const std::vector<PostedCall>& RankNow::calls(const std::string& row) const {
-  static const std::vector<PostedCall> kNone;
+std::vector<const Collective*> RankNow::calls(const std::string& row) const {
+  std::vector<const Collective*> made;
   const auto found = rows_.find(row);
-  return found == rows_.end() ? kNone : found->second;
+  if (found == rows_.end()) return made;
+  for (auto entry = collectives.lower_bound({found->second.source, 0}); entry != collectives.end(); ++entry) {
+    if (entry->first.first != found->second.source) break;
+    if (entry->second.posted != 0) made.push_back(&entry->second);
+  }
+  return made;
 }
 
-const PostedCall* RankNow::call(const RowNumber& which) const {
-  const auto& all = calls(which.row);
-  const auto by_number = [](const PostedCall& call, std::uint64_t number) { return call.number < number; };
-  const auto found = std::lower_bound(all.begin(), all.end(), which.number, by_number);
-  return found == all.end() || found->number != which.number ? nullptr : &*found;
+const Collective* RankNow::call(const RowNumber& which) const {
+  const auto row = rows_.find(which.row);
+  if (row == rows_.end()) return nullptr;
+  const auto found = collectives.find({row->second.source, which.number});
+  return found == collectives.end() || found->second.posted == 0 ? nullptr : &found->second;
 }
 
 bool RankNow::has_called(const RowNumber& which) const {
-  const auto& all = calls(which.row);
-  return !all.empty() && all.back().number >= which.number;
+  const auto row = rows_.find(which.row);
+  return row != rows_.end() && row->second.last >= which.number && row->second.last > 0;
 }
 
-std::string RankNow::text_of(const PostedCall& call) const {
-  const auto& operation = operation_of(call);
-  return (operation.empty() ? "a collective" : "the " + operation) + events::of_unit_text(unit_of(call));
+std::string RankNow::text_of(const Collective& collective) const {
+  const auto operation = text_of(collective.call.operation);
+  return (operation.empty() ? "a collective" : "the " + std::string(operation)) + events::of_unit_text(text_of(collective.call.unit));
 }
 
-bool RankNow::are_alike(const PostedCall& call, const RankNow& other, const PostedCall& others) const {
-  return call.bytes == others.bytes && operation_of(call) == other.operation_of(others) && unit_of(call) == other.unit_of(others);
+bool RankNow::are_alike(const Collective& collective, const RankNow& other, const Collective& others) const {
+  const auto& call = collective.call;
+  return call.bytes == others.call.bytes && text_of(call.operation) == other.text_of(others.call.operation) &&
+         text_of(call.unit) == other.text_of(others.call.unit);
 }
 
-std::string RankNow::activity() const {
-  const auto unit = whereabouts_.unit();
-  return whereabouts_.describe(unit < names_.size() ? names_[unit] : std::string());
+std::vector<RankNow> ranks_of(std::vector<RankEvents> run) {
+  const auto clocks = clock_offsets(run);
+  std::vector<RankNow> ranks;
+  for (std::size_t i = 0; i < run.size(); ++i) ranks.emplace_back(std::move(run[i]), clocks[i]);
+  return ranks;
 }
 
 }  // namespace fsdp::report

@@ -4,13 +4,14 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "events/event.h"
-#include "events/event_memory.h"
 #include "events/whereabouts.h"
+#include "report/clock_alignment.h"
 #include "report/event_files.h"
+#include "report/waits.h"
 
 namespace fsdp::report {
 
@@ -22,38 +23,33 @@ struct RowNumber {
   auto operator<=>(const RowNumber&) const = default;
 };
 
-/// A collective as one rank has called it.
-struct PostedCall {
-  std::uint64_t number = 0;
-  std::uint32_t operation = 0;  ///< An index into RankNow::names, as `unit`.
-  std::uint32_t unit = 0;
-  std::int64_t bytes = 0;
-  std::int64_t time = 0;
-  bool done = false;
-};
-
-/// What one rank was doing when its file was read, and how it got there. Times are in ns since the epoch, by the clock of its host.
+/// What one rank was doing when its file was read, and how it got there. Times are in ns, of the first rank's clock.
 class RankNow {
  public:
-  explicit RankNow(const RankEvents& rank);
+  RankNow(RankEvents events, const ClockOffset& ahead);
 
-  std::int64_t rank() const { return writer.rank; }
+  std::int64_t rank() const { return left.writer.rank; }
+  struct Row {
+    std::uint32_t source = 0;
+    std::uint64_t last = 0;  ///< The number of the last call; 0: none.
+  };
+  const std::map<std::string, Row>& rows() const { return rows_; }
   /// The last calls in a row, in the order of their numbers; empty if there are none.
-  const std::vector<PostedCall>& calls(const std::string& row) const;
+  std::vector<const Collective*> calls(const std::string& row) const;
   /// The call of this number; null if it has not been made, or was made so long ago that it is not kept.
-  const PostedCall* call(const RowNumber& which) const;
+  const Collective* call(const RowNumber& which) const;
   /// Whether the rank has come so far in the row.
   bool has_called(const RowNumber& which) const;
-  bool is_member(const std::string& row) const { return rows_.contains(row); }
-  const std::map<std::string, std::vector<PostedCall>>& rows() const { return rows_; }
+  /// The collective, as all ranks know it.
+  RowNumber which(const CollectiveKey& key) const { return {row_of(key.first), key.second}; }
 
-  const std::string& operation_of(const PostedCall& call) const { return names_[call.operation]; }
-  const std::string& unit_of(const PostedCall& call) const { return names_[call.unit]; }
+  /// The text of a name in its events.
+  std::string_view text_of(std::uint32_t name) const { return name < left.names.size() ? left.names[name] : std::string_view(); }
   /// "the all-gather of 'blocks.3'".
-  std::string text_of(const PostedCall& call) const;
-  bool are_alike(const PostedCall& call, const RankNow& other, const PostedCall& others) const;
+  std::string text_of(const Collective& collective) const;
+  bool are_alike(const Collective& collective, const RankNow& other, const Collective& others) const;
   /// "in forward of 'blocks.1'".
-  std::string activity() const;
+  std::string activity() const { return whereabouts.describe(text_of(whereabouts.unit())); }
 
   /// What it has failed with first: a collective, or the exception that has ended it.
   struct Failure {
@@ -62,25 +58,28 @@ class RankNow {
     std::optional<RowNumber> in;  ///< The collective, if it is one; its number is 0 if only the row is known.
   };
 
-  events::EventWriter writer;
-  ProcessState process = ProcessState::kElsewhere;
-  std::map<RowNumber, std::int64_t> waits;  ///< The collectives that it waits for, and since when.
+  RankEvents left;
+  ClockOffset clock;
+  std::vector<std::uint32_t> engines;               ///< Sources of positions; the one with the most steps first.
+  std::map<CollectiveKey, Collective> collectives;  ///< Each as the engine sees it that has its unit.
+  std::map<RowNumber, std::int64_t> waits;          ///< The collectives that it waits for, and since when.
   std::optional<Failure> failure;
   std::optional<events::EndKind> end;
-  events::Whereabouts::Pass pass = events::Whereabouts::Pass::kNone;
+  std::string end_text;             ///< Of the exception, if it has ended by one.
+  events::Whereabouts whereabouts;  ///< Where its computation is, of whichever engine.
   std::int64_t last_event = 0;
   std::int64_t last_move = 0;  ///< When its computation moved last: into a unit, or to another pass; or when it made its last call.
-  bool moves = false;          ///< It has written events while somebody looked.
-  double processors = -1;      ///< How many processors its process used while somebody looked; -1: not known.
+  std::int64_t last_sign = 0;  ///< Its last sign of life: now, if its process is there.
 
  private:
-  struct OfSource;
-  void take(const events::Event& event, OfSource& source);
+  void take(const events::Event& event);
   void fail(Failure next);
+  std::string row_of(std::uint32_t source) const { return source < left.sources.size() ? left.sources[source] : std::string(); }
 
-  std::vector<std::string> names_;
-  std::map<std::string, std::vector<PostedCall>> rows_;
-  events::Whereabouts whereabouts_;
+  std::map<std::string, Row> rows_;
 };
+
+/// The ranks of a run, in one clock.
+std::vector<RankNow> ranks_of(std::vector<RankEvents> run);
 
 }  // namespace fsdp::report

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -56,53 +56,63 @@ class ActivityCode {
   std::vector<std::uint32_t> names_;
 };
 
-/// The last call of another rank, with what that rank had done before.
+/// The last call of another rank, with the rank that kept it from calling and what that one was doing: itself, or one for which it waited.
 struct LatePost {
-  LastPeer last;
+  std::int64_t posted = 0;
+  std::int64_t cause = -1;
   std::int64_t activity = 0;
 };
 
-/// Asks the other ranks of a row when they have made the calls that this rank has waited for, and what they had done before. `numbers` are
-/// those calls. Collective over the row.
-std::map<std::uint64_t, LatePost> late_posts(comm::Communicator& row, const std::map<CollectiveKey, Collective>& all,
-                                             const std::vector<std::uint64_t>& numbers, std::int64_t global_rank, std::int64_t offset,
-                                             const ActivityCode& code) {
-  // Ranks may have waited for different ones at the ends of the steps.
-  const auto first = numbers.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers.front());
-  const auto last = numbers.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers.back());
-  const auto ranges = row.exchange(at::tensor({first, last, global_rank}, at::kLong), kReport);
-  std::int64_t begin = -1;
-  std::int64_t end = -1;
-  for (std::int64_t rank = 0; rank < ranges.size(0); ++rank) {
-    const auto of_rank = ranges[rank];
-    const auto from = of_rank[0].item<std::int64_t>();
-    if (from < 0) continue;
-    begin = begin < 0 ? from : std::min(begin, from);
-    end = std::max(end, of_rank[1].item<std::int64_t>() + 1);
-  }
-  if (begin < 0) return {};
-  const auto mine = at::zeros({end - begin, 2}, at::kLong);
-  auto* const values = mine.mutable_data_ptr<std::int64_t>();
-  for (auto number = begin; number < end; ++number) {
-    const auto found = all.find({row.events_source(), static_cast<std::uint64_t>(number)});
-    if (found == all.end() || found->second.posted == 0) continue;
-    values[2 * (number - begin)] = found->second.posted - offset;
-    values[2 * (number - begin) + 1] = code.encode(found->second.before);
-  }
-  const auto theirs = row.exchange(mine, kReport).contiguous();
-  std::map<std::uint64_t, LatePost> late;
-  for (const auto number : numbers) {
-    LatePost call;
-    for (std::int64_t rank = 0; rank < row.size(); ++rank) {
-      if (rank == row.rank()) continue;
-      const auto* of_call = theirs.const_data_ptr<std::int64_t>() + 2 * (rank * (end - begin) + static_cast<std::int64_t>(number) - begin);
-      if (of_call[0] == 0 || of_call[0] + offset <= call.last.posted) continue;
-      call = {.last = {.posted = of_call[0] + offset, .rank = ranges[rank][2].item<std::int64_t>()}, .activity = of_call[1]};
+/// The calls of a row that a report is about.
+class RowCalls {
+ public:
+  /// `numbers` are those that this rank has waited for. Collective over the row.
+  RowCalls(comm::Communicator& row, std::vector<std::uint64_t> numbers) : row_(row), numbers_(std::move(numbers)) {
+    // Ranks may have waited for different ones at the ends of the steps.
+    const auto first = numbers_.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers_.front());
+    const auto last = numbers_.empty() ? std::int64_t{-1} : static_cast<std::int64_t>(numbers_.back());
+    const auto ranges = row_.exchange(at::tensor({first, last}, at::kLong), kReport);
+    for (std::int64_t rank = 0; rank < ranges.size(0); ++rank) {
+      const auto from = ranges[rank][0].item<std::int64_t>();
+      if (from < 0) continue;
+      begin_ = begin_ < 0 ? from : std::min(begin_, from);
+      end_ = std::max(end_, ranges[rank][1].item<std::int64_t>() + 1);
     }
-    late.emplace(number, call);
   }
-  return late;
-}
+
+  /// Asks the other ranks when they have made these calls, and what kept them. `own` is this rank's answer, of a collective. Collective
+  /// over the row.
+  void ask(const std::map<CollectiveKey, Collective>& all, const std::function<LatePost(const Collective&)>& own,
+           std::map<CollectiveKey, LatePost>& late) const {
+    if (begin_ < 0) return;
+    constexpr std::int64_t kValues = 3;
+    const auto mine = at::zeros({end_ - begin_, kValues}, at::kLong);
+    auto* values = mine.mutable_data_ptr<std::int64_t>();
+    for (auto number = begin_; number < end_; ++number, values += kValues) {
+      const auto found = all.find({row_.events_source(), static_cast<std::uint64_t>(number)});
+      if (found == all.end() || found->second.posted == 0) continue;
+      const auto post = own(found->second);
+      std::copy_n(std::array{post.posted, post.cause, post.activity}.begin(), kValues, values);
+    }
+    const auto theirs = row_.exchange(mine, kReport).contiguous();
+    for (const auto number : numbers_) {
+      auto& call = late[{row_.events_source(), number}];
+      call = {};
+      for (std::int64_t rank = 0; rank < row_.size(); ++rank) {
+        const auto place = rank * (end_ - begin_) + static_cast<std::int64_t>(number) - begin_;
+        const auto* of_call = theirs.const_data_ptr<std::int64_t>() + kValues * place;
+        if (rank == row_.rank() || of_call[0] == 0 || of_call[0] <= call.posted) continue;
+        call = {.posted = of_call[0], .cause = of_call[1], .activity = of_call[2]};
+      }
+    }
+  }
+
+ private:
+  comm::Communicator& row_;
+  const std::vector<std::uint64_t> numbers_;
+  std::int64_t begin_ = -1;  ///< Of the numbers of all ranks.
+  std::int64_t end_ = -1;
+};
 
 /// Waits of one kind, added up.
 struct Sum {
@@ -148,26 +158,44 @@ class Reporter {
   }
 
   void add_waits(std::int64_t offset) {
-    std::set<std::uint32_t> rows;
+    std::map<std::uint32_t, RowCalls> rows;  // by source
     for (auto* row : engine::communicators_of(engine_.units())) {
-      if (row->events_source() == 0 || !rows.insert(row->events_source()).second) continue;
+      if (row->events_source() == 0 || rows.contains(row->events_source())) continue;
       std::vector<std::uint64_t> numbers;
       for (const auto& [key, collective] : all_) {
         if (key.first == row->events_source() && within_steps(collective)) numbers.push_back(key.second);
       }
-      const auto late = late_posts(*row, all_, numbers, engine_.options().mesh.rank(), offset, code_);
-      for (const auto& [number, call] : late) add_wait(all_.at({row->events_source(), number}), call);
+      rows.try_emplace(row->events_source(), *row, std::move(numbers));
+    }
+    std::map<CollectiveKey, LatePost> late;  // in the first rank's clock
+    const auto own = [&](const Collective& collective) {
+      LatePost post{
+          .posted = collective.posted - offset, .cause = engine_.options().mesh.rank(), .activity = code_.encode(collective.before)};
+      const auto kept = late.find(collective.before.awaited);
+      if (collective.before.kind != Activity::Kind::kWaiting || kept == late.end() || kept->second.cause < 0) return post;
+      if (!is_for_peer(all_.at(kept->first), kept->second.posted + offset)) return post;
+      post.cause = kept->second.cause;
+      post.activity = kept->second.activity;
+      return post;
+    };
+    // Each round follows ranks that waited for others one row further.
+    for (std::size_t round = 0; round < rows.size(); ++round) {
+      for (const auto& [source, row] : rows) row.ask(all_, own, late);
+    }
+    for (auto& [key, call] : late) {
+      if (call.cause >= 0) call.posted += offset;
+      add_wait(all_.at(key), call);
     }
   }
 
   void add_wait(const Collective& collective, const LatePost& call) {
-    const auto reasons = reasons_of(collective, call.last, queued_bytes(collective, call.last, all_));
+    const auto reasons = reasons_of(collective, call.posted, queued_bytes(collective, call.posted, all_));
     auto& sum = sums_[{std::string(events::text_of(collective.call.unit)), std::string(events::text_of(collective.call.operation)),
                        collective.in_backward}];
     for (std::size_t i = 0; i < kWaitReasons; ++i) sum.reasons[i] += reasons[i];
     if (collective.held_stream >= 0) sum.held_stream = std::max<std::int64_t>(sum.held_stream, 0) + collective.held_stream;
     const auto late = reasons[static_cast<std::size_t>(WaitReason::kLateRank)];
-    if (late > 0) sum.late[{call.last.rank, call.activity}] += late;
+    if (late > 0) sum.late[{call.cause, call.activity}] += late;
     if (collective.posted != 0) under_way_ += collective.wait_ended - collective.posted;
   }
 

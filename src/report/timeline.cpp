@@ -40,117 +40,46 @@ Lane lane_of(std::string_view operation) {
   return operation.starts_with("outer ") ? Lane::kOuter : Lane::kHost;
 }
 
-bool is_position(const Event& event) {
-  return event.kind == EventKind::kStepBegan || event.kind == EventKind::kEntered || event.kind == EventKind::kBackwardBegan ||
-         event.kind == EventKind::kBackwardEnded;
+bool is_this_process(const RankNow& rank) { return lives(rank.left) && rank.left.writer.process == getpid(); }
+
+/// Why ranks wait in vain. Those that wait for this process, which draws, do not, nor do ranks of which one still moves.
+Why why_of(const std::vector<RankNow>& ranks) {
+  if (std::any_of(ranks.begin(), ranks.end(), is_this_process)) return {};
+  auto why = explain(ranks);
+  return why.cause == Cause::kSlow ? Why{} : why;
 }
 
-/// Where the computation is after such an event.
-Activity::Kind kind_after(const Event& event) {
-  if (event.kind == EventKind::kBackwardEnded) return event.number > 0 ? Activity::Kind::kBetweenSteps : Activity::Kind::kForward;
-  return event.in_backward || event.kind == EventKind::kBackwardBegan ? Activity::Kind::kBackward : Activity::Kind::kForward;
+/// Until when each rank is drawn: to its last event, or to its last sign of life if ranks wait in vain. Others may have nothing to do with
+/// training any more.
+std::vector<std::int64_t> ends_of(const std::vector<RankNow>& ranks, const Why& why) {
+  std::vector<std::int64_t> ends;
+  for (const auto& rank : ranks) ends.push_back(why.cause == Cause::kNothing ? rank.last_event : rank.last_sign);
+  return ends;
 }
 
-/// The events of one rank, in the common clock.
-struct RankInput {
-  explicit RankInput(const RankEvents& events) : rank(&events), events(events.events) {}
-
-  const RankEvents* rank;
-  std::vector<Event> events;
-  std::vector<std::uint32_t> engines;  ///< Sources of positions; the one with the most steps first.
-  std::map<CollectiveKey, Collective> collectives;
-  std::map<CollectiveKey, std::int64_t> failed;  ///< When.
-  std::int64_t last = 0;                         ///< Its last moment: see draw_until_now().
-
-  std::string_view text_of(std::uint32_t name) const { return name < rank->names.size() ? rank->names[name] : std::string_view(); }
-  std::string name(std::uint32_t name) const { return std::string(text_of(name)); }
-  std::string row_of(std::uint32_t source) const { return source < rank->sources.size() ? rank->sources[source] : std::string(); }
-};
-
-std::vector<std::uint32_t> engines_of(const std::vector<Event>& events) {
-  std::map<std::uint32_t, int> steps;
-  for (const auto& event : events) {
-    if (is_position(event)) steps[event.source] += event.kind == EventKind::kStepBegan ? 1 : 0;
-  }
-  std::vector<std::uint32_t> engines;
-  for (const auto& [source, count] : steps) engines.push_back(source);
-  std::stable_sort(engines.begin(), engines.end(), [&](auto a, auto b) { return steps[a] > steps[b]; });
-  if (engines.empty()) engines.push_back(0);
-  return engines;
-}
-
-/// Each collective as the engine sees it that has its unit.
-std::map<CollectiveKey, Collective> collectives_of_all(const RankInput& input) {
-  const auto text_of = [&](std::uint32_t name) { return input.text_of(name); };
-  auto all = collectives_of(input.events, input.engines.front(), text_of);
-  for (std::size_t i = 1; i < input.engines.size(); ++i) {
-    std::set<std::uint32_t> units;
-    for (const auto& event : input.events) {
-      if (event.source == input.engines[i] && event.kind == EventKind::kEntered) units.insert(event.unit);
-    }
-    for (const auto& event : input.events) {
-      if (event.source == input.engines.front() && event.kind == EventKind::kEntered) units.erase(event.unit);
-    }
-    for (auto& [key, collective] : collectives_of(input.events, input.engines[i], text_of)) {
-      if (units.contains(collective.call.unit)) all[key] = collective;
-    }
-  }
-  return all;
-}
-
-RankInput input_of(const RankEvents& rank, const ClockOffset& clock) {
-  RankInput input(rank);
-  for (auto& event : input.events) event.time -= clock.ahead;
-  if (!input.events.empty()) input.last = input.events.back().time;
-  input.engines = engines_of(input.events);
-  input.collectives = collectives_of_all(input);
-  for (const auto& event : input.events) {
-    if (event.kind == EventKind::kFailed) input.failed.emplace(CollectiveKey{event.source, event.number}, event.time);
-  }
-  return input;
-}
-
-bool lives(const RankInput& input) {
-  const auto process = input.rank->process;
-  return process == ProcessState::kRunning || process == ProcessState::kStopped || process == ProcessState::kDebugged;
-}
-
-bool is_waiting(const RankInput& input) {
-  return std::any_of(input.collectives.begin(), input.collectives.end(), [&](const auto& entry) {
-    const auto& collective = entry.second;
-    return collective.wait_began != 0 && collective.wait_ended == 0 && !input.failed.contains(entry.first);
-  });
-}
-
-/// If ranks wait for each other now, their last events are old, and what they do since then is to be seen. Others may have nothing to do
-/// with training any more, and end with their last events. Nor do those count that wait for this process, which draws.
-void draw_until_now(std::vector<RankInput>& inputs, const std::vector<ClockOffset>& clocks) {
-  const auto is_this = [](const RankInput& input) { return lives(input) && input.rank->writer.process == getpid(); };
-  const auto hangs = [](const RankInput& input) { return lives(input) && is_waiting(input); };
-  if (std::any_of(inputs.begin(), inputs.end(), is_this) || std::none_of(inputs.begin(), inputs.end(), hangs)) return;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (lives(inputs[i])) inputs[i].last = std::max(inputs[i].last, events::now() - clocks[i].ahead);
-  }
-}
-
-/// When a rank made a call, and what it had done before.
+/// When a rank made a call, and what it had done before. Where the others waited in vain: the last moment of all, and what it did then.
 struct Post {
+  const RankNow* rank = nullptr;
   std::int64_t time = 0;
-  std::int64_t rank = 0;
-  std::string before;
+  Activity before;
+  bool in_vain = false;
+
+  std::string text() const {
+    const auto name = [&](std::uint32_t name) { return std::string(rank->text_of(name)); };
+    return activity_text(before.kind, name(before.unit), name(before.next));
+  }
 };
 
 /// The calls of all ranks.
 class Posts {
  public:
-  explicit Posts(const std::vector<RankInput>& inputs) {
-    for (const auto& input : inputs) {
-      end_ = std::max(end_, input.last);
-      for (std::uint32_t source = 0; source < input.rank->sources.size(); ++source) rows_[input.row_of(source)].push_back(&input);
-      for (const auto& [key, collective] : input.collectives) {
-        if (collective.posted == 0) continue;
-        calls_[{input.row_of(key.first), key.second}].push_back(
-            {.time = collective.posted, .rank = input.rank->writer.rank, .before = text_of(input, collective.before)});
+  Posts(const std::vector<RankNow>& ranks, const Why& why, std::int64_t end) : ranks_(ranks), end_(end) {
+    for (const auto& rank : ranks) {
+      if (rank.rank() == why.rank) guilty_ = &rank;
+      for (const auto& [row, last] : rank.rows()) rows_[row].push_back(&rank);
+      for (const auto& [key, collective] : rank.collectives) {
+        if (collective.posted != 0)
+          calls_[rank.which(key)].push_back({.rank = &rank, .time = collective.posted, .before = collective.before});
       }
     }
   }
@@ -158,67 +87,88 @@ class Posts {
   /// The last moment of all ranks.
   std::int64_t end() const { return end_; }
 
-  /// The last of the other ranks of the row to make the call, if one has.
-  std::optional<Post> last(const RankInput& of, const CollectiveKey& key) const {
-    const auto calls = calls_.find({of.row_of(key.first), key.second});
-    std::optional<Post> last;
+  /// The last of the other ranks of the row to make the call. If the wait was in vain, one that has not made it yet, or the rank that has
+  /// made all wait.
+  Post peer(const RankNow& of, const CollectiveKey& key) const {
+    const auto which = of.which(key);
+    if (of.collectives.at(key).wait_ended == 0) {
+      if (const auto* late = missing(of, which)) return {.rank = late, .time = end_, .before = activity_at_end(*late), .in_vain = true};
+    }
+    Post last;
+    const auto calls = calls_.find(which);
     if (calls == calls_.end()) return last;
     for (const auto& post : calls->second) {
-      if (post.rank != of.rank->writer.rank && (!last || post.time > last->time)) last = post;
+      if (post.rank != &of && post.time > last.time) last = post;
     }
     return last;
   }
 
-  /// A rank of the row that has not made the call yet, with what it does now.
-  std::optional<Post> missing(const RankInput& of, const CollectiveKey& key) const {
-    const auto row = of.row_of(key.first);
-    const auto calls = calls_.find({row, key.second});
-    const auto members = rows_.find(row);
-    if (calls == calls_.end() || members == rows_.end()) return {};
-    for (const auto* member : members->second) {
-      const auto rank = member->rank->writer.rank;
-      const auto is_it = [&](const Post& post) { return post.rank == rank; };
-      if (rank == of.rank->writer.rank || std::any_of(calls->second.begin(), calls->second.end(), is_it)) continue;
-      return Post{.time = end_, .rank = rank, .before = text_of(*member, activity_at_end(*member))};
+  /// Who kept a peer: itself, or the rank for which it waited, and so on. Ranks that wait for each other have no such one.
+  Post cause(const Post& peer) const {
+    auto first = peer;
+    std::set<const RankNow*> seen;
+    while (first.before.kind == Activity::Kind::kWaiting && first.rank != guilty_) {
+      if (first.in_vain && !seen.insert(first.rank).second) return peer;
+      const auto awaited = first.rank->collectives.find(first.before.awaited);
+      if (awaited == first.rank->collectives.end()) break;
+      const auto next = this->peer(*first.rank, awaited->first);
+      const bool is_kept = next.in_vain || (next.rank != nullptr && is_for_peer(awaited->second, next.time));
+      if (!is_kept || (!next.in_vain && next.time >= first.time)) break;
+      first = next;
     }
-    return {};
+    return first;
   }
 
  private:
-  static std::string text_of(const RankInput& input, const Activity& activity) {
-    return activity_text(activity.kind, input.name(activity.unit), input.name(activity.next));
-  }
-
-  static Activity activity_at_end(const RankInput& input) {
-    bool has_ended = false;  // its last wait
-    for (auto event = input.events.rbegin(); event != input.events.rend(); ++event) {
-      has_ended = has_ended || event->kind == EventKind::kWaitEnded || event->kind == EventKind::kFailed;
-      if (event->kind == EventKind::kWaitBegan && !has_ended) return {.kind = Activity::Kind::kWaiting, .unit = event->unit};
-      if (is_position(*event)) return {.kind = kind_after(*event), .unit = event->unit};
+  /// Of several, the one that has made all wait.
+  const RankNow* missing(const RankNow& of, const RowNumber& which) const {
+    const auto members = rows_.find(which.row);
+    if (members == rows_.end()) return nullptr;
+    const RankNow* late = nullptr;
+    for (const auto* member : members->second) {
+      if (member == &of) continue;
+      if (member == guilty_) return member;
+      if (late == nullptr && !member->has_called(which)) late = member;
     }
-    return {};
+    return late;
   }
 
-  std::map<std::string, std::vector<const RankInput*>> rows_;
-  std::map<std::pair<std::string, std::uint64_t>, std::vector<Post>> calls_;  // by row and number
-  std::int64_t end_ = 0;
+  static Activity activity_at_end(const RankNow& rank) {
+    const std::pair<const CollectiveKey, Collective>* last = nullptr;  // that it waited for, also in vain, if it has not gone on
+    for (const auto& one : rank.collectives) {
+      const auto& [key, collective] = one;
+      if (collective.wait_began < rank.last_move || collective.wait_began == 0 || collective.wait_ended != 0) continue;
+      if (last == nullptr || collective.wait_began > last->second.wait_began) last = &one;
+    }
+    if (last == nullptr) return {.kind = kind_of(rank.whereabouts.pass()), .unit = rank.whereabouts.unit()};
+    return {.kind = Activity::Kind::kWaiting, .unit = last->second.call.unit, .awaited = last->first};
+  }
+
+  const std::vector<RankNow>& ranks_;
+  const std::int64_t end_;
+  const RankNow* guilty_ = nullptr;
+  std::map<std::string, std::vector<const RankNow*>> rows_;
+  std::map<RowNumber, std::vector<Post>> calls_;
 };
 
 /// Draws one rank.
 class RankDrawing {
  public:
-  RankDrawing(const RankInput& input, NameTable& names) : input_(input), names_(names) {}
+  RankDrawing(const RankNow& input, std::int64_t end, NameTable& names) : input_(input), end_(end), names_(names) {}
 
   void draw_computation(RankTimeline& rank) {
     const auto engine = input_.engines.front();
+    events::Whereabouts whereabouts;
     bool in_step = false;
     std::array<std::int64_t, 2> sent{};  // until the last step began: all, and what peers have read
-    for (const auto& event : input_.events) {
+    for (const auto& event : input_.left.events) {
       if (event.source != engine) continue;
+      const bool moves = whereabouts.take(event);
+      if (moves) position_ = event.time;
       take_memory(rank, event);
-      if (!is_position(event)) continue;
+      if (!moves) continue;
       if (!rank.compute.empty()) rank.compute.back().ended = event.time;
-      rank.compute.push_back({.began = event.time, .ended = input_.last, .kind = kind_after(event), .unit = name(event.unit)});
+      rank.compute.push_back({.began = event.time, .ended = end_, .kind = kind_of(whereabouts.pass()), .unit = name(whereabouts.unit())});
       if (event.kind == EventKind::kStepBegan) {
         const auto read_by_peers = static_cast<std::int64_t>(event.number);
         if (!rank.steps.empty()) {
@@ -229,7 +179,7 @@ class RankDrawing {
         }
         sent = {event.bytes, read_by_peers};
         const auto before = rank.steps.empty() ? ended_before_ : rank.steps.back().number;
-        rank.steps.push_back({.number = before + 1, .began = event.time, .ended = input_.last});
+        rank.steps.push_back({.number = before + 1, .began = event.time, .ended = end_});
         in_step = true;
       }
       if (event.kind == EventKind::kBackwardEnded && event.number > 0) {
@@ -263,11 +213,10 @@ class RankDrawing {
 
  private:
   static std::int64_t began(const Collective& collective) { return collective.posted != 0 ? collective.posted : collective.wait_began; }
-  std::uint32_t name(std::uint32_t local) { return names_.add(input_.name(local)); }
+  std::uint32_t name(std::uint32_t local) { return names_.add(std::string(input_.text_of(local))); }
 
   /// What is held is told behind the position at which it is.
   void take_memory(RankTimeline& rank, const Event& event) {
-    if (is_position(event)) position_ = event.time;
     if (event.kind == EventKind::kMemoryPeaked) {
       rank.peaks.push_back({event.time, event.bytes, name(event.unit)});
       if (!rank.steps.empty()) rank.steps.back().peak = std::max(rank.steps.back().peak, event.bytes);
@@ -292,24 +241,23 @@ class RankDrawing {
     span.lane = lane_of(input_.text_of(call.operation));
     span.unit = name(call.unit);
     span.operation = name(call.operation);
-    span.row = names_.add(input_.row_of(key.first));
+    span.row = names_.add(input_.which(key).row);
     span.number = key.second;
     span.bytes = call.bytes;
     span.in_backward = collective.in_backward;
+    const auto peer = posts.peer(input_, key);
     if (collective.wait_ended == 0) {
-      const auto failure = input_.failed.find(key);
-      span.state = failure == input_.failed.end() ? CollectiveSpan::State::kOpen : CollectiveSpan::State::kFailed;
-      collective.wait_ended = failure == input_.failed.end() ? posts.end() : failure->second;
+      span.state = collective.failed == 0 ? CollectiveSpan::State::kOpen : CollectiveSpan::State::kFailed;
+      const auto end = input_.left.process == ProcessState::kDead ? end_ : posts.end();
+      collective.wait_ended = collective.failed == 0 ? std::max({end, collective.posted, collective.wait_began}) : collective.failed;
     }
     span.times = {began(collective), collective.wait_began, collective.arrived, collective.wait_ended};
     if (collective.wait_began != 0) {
-      auto last = posts.last(input_, key);
-      if (auto missing = posts.missing(input_, key); missing && span.state != CollectiveSpan::State::kDone) last = missing;
-      const auto peer = last ? LastPeer{.posted = last->time, .rank = last->rank} : LastPeer{};
-      span.reasons = reasons_of(collective, peer, queued_bytes(collective, peer, under_way));
-      if (span.reasons[static_cast<std::size_t>(WaitReason::kLateRank)] > 0) {
-        span.late_rank = last->rank;
-        span.late_rank_was = names_.add(last->before);
+      span.reasons = reasons_of(collective, peer.time, queued_bytes(collective, peer.time, under_way));
+      if (peer.in_vain || late_part(collective, peer.time) > 0) {
+        const auto cause = posts.cause(peer);
+        span.late_rank = cause.rank->rank();
+        span.late_rank_was = names_.add(cause.text());
       }
     }
     span.track = track_of(span);
@@ -326,7 +274,8 @@ class RankDrawing {
     return track;
   }
 
-  const RankInput& input_;
+  const RankNow& input_;
+  const std::int64_t end_;
   NameTable& names_;
   BytesByKind held_ = {};
   std::bitset<events::kMemoryKinds.size()> known_;    ///< Of which kinds it has been told what is held.
@@ -368,25 +317,27 @@ std::int64_t waited(const CollectiveSpan& collective) {
   return collective.times.wait_began == 0 ? 0 : collective.times.ended - collective.times.wait_began;
 }
 
-Timeline timeline_of(const std::vector<RankEvents>& ranks, const std::optional<StepRange>& steps) {
-  if (ranks.empty()) throw Error("there are no files of events; start the ranks with FSDP_EVENTS=FOLDER");
-  const auto clocks = clock_offsets(ranks);
-  std::vector<RankInput> inputs;
-  for (std::size_t i = 0; i < ranks.size(); ++i) inputs.push_back(input_of(ranks[i], clocks[i]));
-  draw_until_now(inputs, clocks);
-  const Posts posts(inputs);
-  NameTable names;
+bool is_unfinished(const CollectiveSpan& collective) {
+  return collective.times.wait_began != 0 && collective.state != CollectiveSpan::State::kDone;
+}
+
+Timeline timeline_of(std::vector<RankEvents> run, const std::optional<StepRange>& steps) {
+  const auto ranks = ranks_of(std::move(run));
   Timeline timeline;
+  timeline.why = why_of(ranks);
+  const auto ends = ends_of(ranks, timeline.why);
+  const Posts posts(ranks, timeline.why, *std::max_element(ends.begin(), ends.end()));
+  NameTable names;
   bool has_steps = false;
   std::set<std::int64_t> there;
   std::int64_t world_size = 0;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     auto& rank = timeline.ranks.emplace_back();
-    rank.writer = ranks[i].writer;
-    rank.clock = clocks[i];
+    rank.writer = ranks[i].left.writer;
+    rank.clock = ranks[i].clock;
     there.insert(rank.writer.rank);
     world_size = std::max(world_size, rank.writer.world_size);
-    RankDrawing drawing(inputs[i], names);
+    RankDrawing drawing(ranks[i], ends[i], names);
     drawing.draw_computation(rank);
     drawing.draw_collectives(rank, posts);
     if (!steps) continue;
@@ -396,7 +347,7 @@ Timeline timeline_of(const std::vector<RankEvents>& ranks, const std::optional<S
       const auto writer = rank.writer;
       rank = {};
       rank.writer = writer;
-      rank.clock = clocks[i];
+      rank.clock = ranks[i].clock;
     }
   }
   if (steps && !has_steps) {

@@ -11,6 +11,7 @@
 #include "report/clock_alignment.h"
 #include "report/event_files.h"
 #include "report/waits.h"
+#include "report/why.h"
 
 // What all ranks did, beside each other, from the files that FSDP_EVENTS makes them keep. Times are in ns, of the first rank's clock.
 namespace fsdp::report {
@@ -36,7 +37,7 @@ struct CollectiveTimes {
   std::int64_t began = 0;       ///< The call; where that is no longer kept, the wait.
   std::int64_t wait_began = 0;  ///< 0: nobody has waited for it.
   std::int64_t arrived = 0;     ///< 0: not known.
-  std::int64_t ended = 0;       ///< Where it has not ended: the last moment of all ranks.
+  std::int64_t ended = 0;       ///< Where it has not ended: the last sign of life of all ranks or, if its process is dead, of that rank.
 };
 
 /// One collective on one rank.
@@ -54,11 +55,15 @@ struct CollectiveSpan {
   bool in_backward = false;
   State state = State::kDone;
   std::array<std::int64_t, kWaitReasons> reasons = {};  ///< Of the wait, in ns, by WaitReason; they add up to it.
-  std::int64_t late_rank = -1;                          ///< The last of the others that made the call during the wait; -1: none did.
-  std::uint32_t late_rank_was = 0;                      ///< What it was doing; a name.
+  /// The rank for which this one waited: the last of the others to make the call or, if that one waited for a rank itself, that rank, and
+  /// so on. -1: nobody was late.
+  std::int64_t late_rank = -1;
+  std::uint32_t late_rank_was = 0;  ///< What it was doing; a name.
 };
 /// From the beginning of the wait to its end; 0 if nobody has waited.
 std::int64_t waited(const CollectiveSpan& collective);
+/// Whether somebody has waited, and in vain.
+bool is_unfinished(const CollectiveSpan& collective);
 
 /// Bytes of each of events::kMemoryKinds.
 using BytesByKind = std::array<std::int64_t, events::kMemoryKinds.size()>;
@@ -102,6 +107,7 @@ struct Timeline {
   std::vector<std::string> names;  ///< The first is empty.
   std::vector<RankTimeline> ranks;
   std::vector<std::int64_t> missing;  ///< Ranks that have left no file.
+  Why why;                            ///< Why ranks wait in vain, or have ended; Cause::kNothing if they do not.
 };
 
 /// The first and the last step to show.
@@ -109,6 +115,6 @@ using StepRange = std::pair<std::int64_t, std::int64_t>;
 
 /// Puts the ranks beside each other. Each wait is divided among its reasons as step_report() does. With `steps`, what lies outside of them
 /// is left out. Throws Error if there are no ranks, or if no rank has any of the steps.
-Timeline timeline_of(const std::vector<RankEvents>& ranks, const std::optional<StepRange>& steps = {});
+Timeline timeline_of(std::vector<RankEvents> run, const std::optional<StepRange>& steps = {});
 
 }  // namespace fsdp::report

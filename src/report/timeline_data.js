@@ -35,13 +35,14 @@ function readCollectives(numbers, names, rank) {
     const collective = {
       rank, lane, track: Math.min(track, MOST_TRACKS - 1), unit: names[unit], operation: names[operation], row: names[row], number, bytes,
       names: [unit, operation], began: time, ended: time + length, wait: wait < 0 ? -1 : time + wait, arrived: arrived < 0 ? -1 : time + arrived,
-      inBackward: (flags & 1) !== 0, state: flags & 2 ? "has not ended" : flags & 4 ? "failed" : "", waited: 0, reasons: null, sections: null, lateRank: -1, lateWas: "",
+      inBackward: (flags & 1) !== 0, state: flags & 2 ? "has not ended" : flags & 4 ? "failed" : "", waited: 0, isWait: false, reasons: null, sections: null, lateRank: -1, lateWas: "",
     };
     if (wait >= 0) {
       collective.reasons = numbers.slice(i, i + REASONS.length);
       collective.lateRank = numbers[i + REASONS.length];
       collective.lateWas = names[numbers[i + REASONS.length + 1]];
       collective.waited = length - wait;
+      collective.isWait = collective.waited > 0 || collective.state !== "";
       i += REASONS.length + 2;
     }
     all.push(collective);
@@ -78,7 +79,7 @@ function readRank(of, names) {
   }
   rank.compute = readSpans(of.compute, names);
   rank.collectives = readCollectives(of.collectives, names, rank);
-  rank.waits = rank.collectives.filter((c) => c.waited > 0).sort((a, b) => a.wait - b.wait);
+  rank.waits = rank.collectives.filter((c) => c.isWait).sort((a, b) => a.wait - b.wait);
   rank.memory = readMemory(of.memory);
   rank.peaks = readPeaks(of.peaks, names);
   rank.tracks = LANES.map(() => []); // by lane and track, in time
@@ -87,10 +88,10 @@ function readRank(of, names) {
   return rank;
 }
 
-/** All of it: {title, length, names, missing, kinds, plan (or null), ranks, lanes (which are used), mostBytes}. */
+/** All of it: {title, length, names, missing, why (or null), kinds, plan (or null), ranks, lanes (which are used), mostBytes}. */
 function readTimeline(text) {
   const from = JSON.parse(text);
-  const timeline = { title: from.title, length: Math.max(from.length, 1), names: from.names, missing: from.missing, kinds: from.kinds, plan: from.plan };
+  const timeline = { title: from.title, length: Math.max(from.length, 1), names: from.names, missing: from.missing, why: from.why, kinds: from.kinds, plan: from.plan };
   timeline.ranks = from.ranks.map((rank) => readRank(rank, from.names));
   timeline.byRank = new Map(timeline.ranks.map((rank) => [rank.rank, rank]));
   timeline.lanes = LANES.map((_, lane) => Math.max(...timeline.ranks.map((rank) => rank.tracks[lane].length), 0));
@@ -115,12 +116,12 @@ function stepsOf(timeline) {
   return [...steps.values()].sort((a, b) => a.number - b.number);
 }
 
-/** The waits of all ranks, the longest first: those of whole steps, and what has not ended well; all if there are none of these. */
+/** The waits of all ranks: those in vain, then the others, the longest first; of these, those of whole steps, or all if there are none. */
 function longestWaits(timeline) {
   const isOfTraining = (wait) => wait.state !== "" || wait.rank.steps.some((step) => step.isWhole && wait.wait >= step.began && wait.wait < step.ended);
   const all = timeline.ranks.flatMap((rank) => rank.waits);
   const ofTraining = all.filter(isOfTraining);
-  return (ofTraining.length > 0 ? ofTraining : all).sort((a, b) => b.waited - a.waited);
+  return (ofTraining.length > 0 ? ofTraining : all).sort((a, b) => (b.state !== "") - (a.state !== "") || b.waited - a.waited);
 }
 
 /** Waits of several ranks for one collective and one reason have one cause: {wait, others} with the longest of them, in the order of the list. */
@@ -219,10 +220,11 @@ function collectiveText(collective) {
 /** "because rank 1 came late: it was in forward of 'blocks.0'": the words, and the reason that they explain. */
 function because(wait) {
   const reason = mainReason(wait);
-  if (reason === LATE && wait.lateRank >= 0) {
-    const verb = wait.state === "has not ended" ? ["has not called it", "it is"] : ["came late", "it was"];
-    return { reason, head: `rank ${wait.lateRank} ${verb[0]}`, rest: `: ${verb[1]} ${wait.lateWas}` };
+  if (wait.lateRank >= 0 && (reason === LATE || wait.state !== "")) {
+    const verb = wait.state === "" ? "came late" : "did not come";
+    return { reason: LATE, head: `rank ${wait.lateRank} ${verb}`, rest: `: it was ${wait.lateWas}` };
   }
+  if (wait.state !== "") return { reason, head: `it ${wait.state}`, rest: ", though all ranks that have left a file had called it" };
   const words = {
     1: ["it was prefetched too late", ": the gather began only when its unit was needed"],
     2: ["it stood in a queue", ": earlier collectives were under way"],

@@ -9,8 +9,10 @@
 
 namespace fsdp::report {
 
-Timeline read_timeline(const std::filesystem::path& folder, const std::optional<StepRange>& steps, std::vector<std::string>& unreadable) {
-  return timeline_of(read_all_events(folder, unreadable), steps);
+Timeline read_timeline(const std::filesystem::path& folder, const std::optional<StepRange>& steps, std::vector<std::string>& left_out) {
+  auto run = read_run(folder);
+  left_out = std::move(run.left_out);
+  return timeline_of(std::move(run.ranks), steps);
 }
 
 StepRange parse_steps(const std::string& text) {
@@ -33,29 +35,27 @@ struct RankWait {
   const CollectiveSpan* wait = nullptr;
 };
 
-/// Of a step that is whole, or of what has not ended well; not of what comes after training.
-bool is_of_training(const RankTimeline& rank, const CollectiveSpan& wait) {
-  return wait.state != CollectiveSpan::State::kDone || std::any_of(rank.steps.begin(), rank.steps.end(), [&](const StepSpan& step) {
-           return step.is_whole && wait.times.wait_began >= step.began && wait.times.wait_began < step.ended;
-         });
-}
-
-RankWait longest_of(const Timeline& timeline, bool of_training) {
-  RankWait longest;
-  for (const auto& rank : timeline.ranks) {
-    for (const auto& wait : rank.collectives) {
-      if (waited(wait) <= (longest.wait == nullptr ? 0 : waited(*longest.wait)) || (of_training && !is_of_training(rank, wait))) continue;
-      longest = {.rank = &rank, .wait = &wait};
-    }
-  }
-  return longest;
+/// What counts most: waits in vain, then those of steps that are whole, then what comes after training.
+int weight_of(const RankTimeline& rank, const CollectiveSpan& wait) {
+  if (is_unfinished(wait)) return 2;
+  return std::any_of(rank.steps.begin(), rank.steps.end(), [&](const StepSpan& step) {
+    return step.is_whole && wait.times.wait_began >= step.began && wait.times.wait_began < step.ended;
+  });
 }
 
 }  // namespace
 
 std::string longest_wait(const Timeline& timeline) {
-  auto found = longest_of(timeline, true);
-  if (found.wait == nullptr) found = longest_of(timeline, false);
+  RankWait found;
+  std::pair<int, std::int64_t> most{0, 0};
+  for (const auto& rank : timeline.ranks) {
+    for (const auto& wait : rank.collectives) {
+      const std::pair<int, std::int64_t> much{weight_of(rank, wait), waited(wait)};
+      if (much <= most || (waited(wait) == 0 && !is_unfinished(wait))) continue;
+      most = much;
+      found = {.rank = &rank, .wait = &wait};
+    }
+  }
   const auto* longest = found.wait;
   if (longest == nullptr) return {};
   constexpr double kNsPerMs = 1e6;
@@ -65,8 +65,10 @@ std::string longest_wait(const Timeline& timeline) {
   const auto why = static_cast<WaitReason>(reason);
   return "rank " + std::to_string(found.rank->writer.rank) + " waited " + ms + " for the " + timeline.names[longest->operation] +
          (unit.empty() ? "" : " of '" + unit + "'") + ": " +
-         (why == WaitReason::kLateRank ? "rank " + std::to_string(longest->late_rank) + " was " + timeline.names[longest->late_rank_was]
-                                       : std::string(to_string(why)));
+         (longest->late_rank >= 0 && (why == WaitReason::kLateRank || is_unfinished(*longest))
+              ? "rank " + std::to_string(longest->late_rank) + " was " + timeline.names[longest->late_rank_was]
+          : is_unfinished(*longest) ? "it did not end"
+                                    : std::string(to_string(why)));
 }
 
 std::string title_of(const std::filesystem::path& folder) {

@@ -379,11 +379,12 @@ class Lanes {
     }
     context.font = "600 10px system-ui, sans-serif";
     let free = GUTTER;
-    for (const step of this.timeline.steps) {
+    for (const [i, step] of this.timeline.steps.entries()) {
       const x = Math.max(this.x(step.began), GUTTER);
-      if (this.x(step.ended) < GUTTER || x > this.width || x < free) continue;
+      const end = this.x(Math.min(step.ended, this.timeline.steps[i + 1]?.began ?? step.ended)); // Other ranks may be in the next one already.
+      if (end < GUTTER || x > this.width || x < free) continue;
       const text = `step ${step.number}${step.isWhole ? "" : " (not whole)"}`;
-      if (this.x(step.ended) - x < context.measureText(text).width) continue;
+      if (end - x < context.measureText(text).width) continue;
       context.fillStyle = colours.ink;
       context.fillText(text, x + 4, 7);
       free = x + context.measureText(text).width + 10;

@@ -39,7 +39,7 @@ class PageData {
     for (const auto& name : timeline_.names) separate(quoted(name));
     text_ += "],\"missing\":[";
     for (const auto rank : timeline_.missing) entry({rank});
-    text_ += "],\n\"kinds\":[";
+    text_ += "],\n\"why\":" + (timeline_.why.cause == Cause::kNothing ? "null" : quoted(timeline_.why.text)) + ",\n\"kinds\":[";
     for (const auto kind : events::kMemoryKinds) separate(quoted(std::string(kind)));
     text_ += "],\n\"plan\":";
     if (plan_) {

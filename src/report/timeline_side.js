@@ -46,6 +46,7 @@ function showSummary(timeline) {
 
 function showVerdict(timeline, waits, groups, choose) {
   const place = byId("verdict");
+  if (timeline.why !== null) place.before(make("p", { id: "first-cause" }, timeline.why));
   if (groups.length === 0) {
     place.append(make("div", { class: "why" }, make("p", {}, "No rank waited for a collective in this time.")));
     return;
@@ -60,7 +61,7 @@ function showVerdict(timeline, waits, groups, choose) {
     make("div", { class: "much" }, timeText(wait.waited)),
     make("div", { class: "why" },
       make("p", {}, `Rank ${wait.rank.rank}${others.length > 0 ? ` and ${others.length} other${others.length > 1 ? "s" : ""}` : ""} waited for the ${collectiveText(wait)} (${placeText(wait)}) because `, make("strong", {}, head), `${rest}.`),
-      make("p", {}, `The longest exposed wait. Waits take ${percent(total, steps || total)} of the ranks' time; ${percent(alike, total)} of that has the reason \u201c${
+      make("p", {}, `The longest exposed wait${wait.state === "" ? "" : " that did not end"}. Waits take ${percent(total, steps || total)} of the ranks' time; ${percent(alike, total)} of that has the reason \u201c${
         REASONS[reason].name}\u201d.`)),
     make("button", { type: "button", id: "show-longest", onclick: () => choose(wait) }, "Show it"));
 }
@@ -86,7 +87,7 @@ function showDetails(timeline, chosen, actions) {
     place.replaceChildren(make("p", { class: "none" }, "Click a wait, or one of the list; keys n and p go through it."));
     return;
   }
-  const hasWait = chosen.waited > 0;
+  const hasWait = chosen.isWait;
   const why = hasWait ? because(chosen) : null;
   const collective = make("span", {}, collectiveText(chosen));
   const late = chosen.lateRank >= 0 ? callOn(timeline, chosen.lateRank, chosen) : undefined;
@@ -143,7 +144,7 @@ function showWaits(groups, view, choose) {
     return make("li", {}, make("button", { type: "button", style: reasonStyle(reason), onclick: () => choose(wait) },
       make("span", { class: "much" }, timeText(wait.waited)),
       make("span", { class: "what" }, `${ranksText([wait, ...others].map((one) => one.rank.rank).sort((a, b) => a - b))}: ${collectiveText(wait)}`),
-      make("span", { class: "why" }, make("b", {}, reason === LATE ? `late: ${head.replace(" came late", "")}` : REASONS[reason].name),
+      make("span", { class: "why" }, make("b", {}, reason === LATE ? `late: ${head.replace(" came late", "")}` : wait.state !== "" ? head : REASONS[reason].name),
         reason === LATE ? rest.replace(/^: (it was|it is) /, ", ") : "", ` \u00b7 ${placeText(wait)}`)));
   });
   if (groups.length === 0) items.push(make("li", { class: "more" }, "None."));

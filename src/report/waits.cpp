@@ -1,6 +1,7 @@
 #include "report/waits.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace fsdp {
 
@@ -33,59 +34,31 @@ class Position {
   explicit Position(std::uint32_t engine) : engine_(engine) {}
 
   void take(const Event& event) {
-    switch (event.kind) {
-      case EventKind::kStepBegan:
-        if (event.source == engine_) enter_pass(Activity::Kind::kForward);
-        break;
-      case EventKind::kEntered:
-        if (event.source != engine_) break;
-        if (now_.kind == Activity::Kind::kBetweenSteps) enter_pass(Activity::Kind::kForward);
-        now_ = {.kind = event.in_backward ? Activity::Kind::kBackward : Activity::Kind::kForward, .unit = event.unit};
-        ++entered_;
-        ++entered_in_pass_;
-        break;
-      case EventKind::kBackwardBegan:
-        if (event.source == engine_) enter_pass(Activity::Kind::kBackward);
-        break;
-      case EventKind::kBackwardEnded:
-        if (event.source == engine_) enter_pass(event.number != 0 ? Activity::Kind::kBetweenSteps : Activity::Kind::kForward);
-        break;
-      case EventKind::kWaitBegan:
-        awaited_ = event.unit;
-        waits_ = true;
-        break;
-      case EventKind::kWaitEnded:
-      case EventKind::kFailed:
-        waits_ = false;
-        break;
-      case EventKind::kMemoryHeld:
-      case EventKind::kMemoryPeaked:
-      case EventKind::kKindPeaked:
-      case EventKind::kPosted:
-      case EventKind::kArrived:
-      case EventKind::kHeldStream:
-      case EventKind::kGivenUp:
-      case EventKind::kEnded:
-        break;
+    const bool began_pass = event.kind != EventKind::kEntered || computation_.pass() == Pass::kBetweenSteps;
+    if (event.source == engine_ && computation_.take(event)) {
+      if (began_pass) entered_in_pass_ = 0;
+      if (event.kind != EventKind::kEntered) return;
+      ++entered_;
+      ++entered_in_pass_;
+    } else if (event.kind == EventKind::kWaitBegan) {
+      wait_ = {.kind = Activity::Kind::kWaiting, .unit = event.unit, .awaited = {event.source, event.number}};
+    } else if (event.kind == EventKind::kWaitEnded || event.kind == EventKind::kFailed) {
+      wait_.reset();
     }
   }
 
-  Activity activity() const { return waits_ ? Activity{.kind = Activity::Kind::kWaiting, .unit = awaited_} : now_; }
-  bool in_backward() const { return now_.kind == Activity::Kind::kBackward; }
+  Activity activity() const { return wait_.value_or(Activity{.kind = kind_of(computation_.pass()), .unit = computation_.unit()}); }
+  bool in_backward() const { return computation_.pass() == Pass::kBackward; }
   /// How many units have been entered, and how many of them in this pass.
   std::int64_t entered() const { return entered_; }
   std::int64_t entered_in_pass() const { return entered_in_pass_; }
 
  private:
-  void enter_pass(Activity::Kind kind) {
-    now_ = {.kind = kind};
-    entered_in_pass_ = 0;
-  }
+  using Pass = events::Whereabouts::Pass;
 
   const std::uint32_t engine_;
-  Activity now_;
-  std::uint32_t awaited_ = 0;
-  bool waits_ = false;
+  events::Whereabouts computation_;
+  std::optional<Activity> wait_;
   std::int64_t entered_ = 0;
   std::int64_t entered_in_pass_ = 0;
 };
@@ -111,9 +84,9 @@ std::string activity_text(Activity::Kind kind, const std::string& unit, const st
   const auto moves = next.empty() || next == unit ? std::string() : ", before '" + next + "'";
   switch (kind) {
     case Activity::Kind::kForward:
-      return "in forward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+      return "in forward" + events::of_unit_text(unit) + moves;
     case Activity::Kind::kBackward:
-      return "in backward" + (unit.empty() ? std::string() : " of '" + unit + "'") + moves;
+      return "in backward" + events::of_unit_text(unit) + moves;
     case Activity::Kind::kBetweenSteps:
       return "between steps";
     case Activity::Kind::kWaiting:
@@ -152,7 +125,7 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
       }
       case EventKind::kWaitBegan: {
         auto& collective = all[key];
-        collective.call = event;
+        if (collective.posted == 0) collective.call = event;
         collective.wait_began = event.time;
         collective.in_backward = position.in_backward();
         const auto at_post = entered_at_post.find(key);
@@ -167,6 +140,9 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
       case EventKind::kWaitEnded:
         all[key].wait_ended = event.time;
         break;
+      case EventKind::kFailed:
+        all[key].failed = event.time;
+        break;
       case EventKind::kHeldStream:
         if (const auto found = all.find(key); found != all.end()) found->second.held_stream = event.bytes;
         break;
@@ -178,13 +154,20 @@ std::map<CollectiveKey, Collective> collectives_of(std::span<const Event> events
   return all;
 }
 
-std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, const LastPeer& last, std::int64_t queued_bytes) {
+std::int64_t late_part(const Collective& collective, std::int64_t last_call) {
+  return std::clamp(last_call, collective.wait_began, collective.wait_ended) - collective.wait_began;
+}
+
+bool is_for_peer(const Collective& collective, std::int64_t last_call) {
+  return 2 * late_part(collective, last_call) > collective.wait_ended - collective.wait_began;
+}
+
+std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, std::int64_t last_call, std::int64_t queued_bytes) {
   std::array<std::int64_t, kWaitReasons> reasons{};
   const auto of = [&](WaitReason reason) -> std::int64_t& { return reasons[static_cast<std::size_t>(reason)]; };
-  const auto begin = collective.wait_began;
   const auto end = collective.wait_ended;
-  const auto all_called = std::clamp(last.posted, begin, end);
-  of(WaitReason::kLateRank) = all_called - begin;
+  of(WaitReason::kLateRank) = late_part(collective, last_call);
+  const auto all_called = collective.wait_began + of(WaitReason::kLateRank);
   auto rest = end - all_called;
   if (collective.arrived != 0) of(WaitReason::kHost) = end - std::clamp(collective.arrived, all_called, end);
   rest -= of(WaitReason::kHost);
@@ -198,8 +181,8 @@ std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, 
   return reasons;
 }
 
-std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CollectiveKey, Collective>& all) {
-  const auto all_called = std::max(collective.posted, last.posted);
+std::int64_t queued_bytes(const Collective& collective, std::int64_t last_call, const std::map<CollectiveKey, Collective>& all) {
+  const auto all_called = std::max(collective.posted, last_call);
   std::int64_t bytes = 0;
   for (const auto& [key, other] : all) {
     if (other.posted == 0 || other.posted >= collective.posted) continue;

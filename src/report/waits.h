@@ -13,18 +13,24 @@
 
 #include "events/event.h"
 #include "events/event_ring.h"
+#include "events/whereabouts.h"
 #include "fsdp/wait_reason.h"
 
 // What the events of one process say about its collectives. No communication, no engine.
 namespace fsdp::report {
 
+/// A row and a number in it.
+using CollectiveKey = std::pair<std::uint32_t, std::uint64_t>;
+
 /// What a rank did in some time: the computation was in `unit`, and went to `next` at its end, if that is not 0.
 struct Activity {
-  enum class Kind : std::uint8_t { kUnknown, kForward, kBackward, kBetweenSteps, kWaiting };
+  enum class Kind : std::uint8_t { kUnknown, kForward, kBackward, kBetweenSteps, kWaiting };  // The first four as in Whereabouts::Pass.
   Kind kind = Kind::kUnknown;
   std::uint32_t unit = 0;  ///< A name; of kWaiting: that of the collective.
   std::uint32_t next = 0;
+  CollectiveKey awaited = {};  ///< Of kWaiting.
 };
+constexpr Activity::Kind kind_of(events::Whereabouts::Pass pass) { return static_cast<Activity::Kind>(pass); }
 /// "in forward of 'blocks.2', before 'blocks.3'". Names may be empty.
 std::string activity_text(Activity::Kind kind, const std::string& unit, const std::string& next);
 
@@ -38,31 +44,32 @@ struct Collective {
   std::int64_t wait_began = 0;
   std::int64_t arrived = 0;
   std::int64_t wait_ended = 0;
+  std::int64_t failed = 0;
   std::int64_t held_stream = -1;  ///< How long it has held the device's stream; -1: not measured.
   bool in_backward = false;       ///< Where the computation was when the wait began.
   bool posted_on_demand = false;  ///< No unit was entered between its post and its wait, and one was entered before, in this pass.
   Activity before;                ///< What this rank did for the longest time since its last call in the row.
-};
 
-/// A row and a number in it.
-using CollectiveKey = std::pair<std::uint32_t, std::uint64_t>;
+  bool is_done() const { return wait_ended != 0 || failed != 0; }
+  bool is_awaited() const { return wait_began != 0 && !is_done(); }
+};
 
 /// All collectives of which there are events. `engine` is the source of the events that say where the computation is. Names are those of
 /// this process, unless `text_of` says what others are.
 std::map<CollectiveKey, Collective> collectives_of(std::span<const events::Event> events, std::uint32_t engine,
                                                    const TextOf& text_of = events::text_of);
 
-/// The last of the other ranks of a row that made a call.
-struct LastPeer {
-  std::int64_t posted = 0;  ///< In this rank's clock; 0 if it is not known.
-  std::int64_t rank = -1;
-};
+/// How much of the wait is for the last of the other ranks of the row to make the call. `last_call`, here and below: when that one did so,
+/// in this rank's clock; 0 if it is not known.
+std::int64_t late_part(const Collective& collective, std::int64_t last_call);
+/// Whether that is most of it: the wait's cause is then what kept that rank.
+bool is_for_peer(const Collective& collective, std::int64_t last_call);
 
 /// Divides the wait for a collective among the reasons, in ns. `queued_bytes`: see queued_bytes().
-std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, const LastPeer& last, std::int64_t queued_bytes);
+std::array<std::int64_t, kWaitReasons> reasons_of(const Collective& collective, std::int64_t last_call, std::int64_t queued_bytes);
 
 /// The bytes of the collectives that this rank had called before, and that were under way when all ranks had made this call.
-std::int64_t queued_bytes(const Collective& collective, const LastPeer& last, const std::map<CollectiveKey, Collective>& all);
+std::int64_t queued_bytes(const Collective& collective, std::int64_t last_call, const std::map<CollectiveKey, Collective>& all);
 
 /// One step of an engine. Times are in ns.
 struct StepRecord {

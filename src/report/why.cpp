@@ -21,9 +21,6 @@ using events::EndKind;
 namespace {
 
 constexpr std::int64_t kSecond = 1'000'000'000;
-/// Ranks of one run make their files when they have met. Who wrote nothing since so long before another one made its file is of another
-/// run.
-constexpr std::int64_t kBetweenRuns = 60 * kSecond;
 constexpr double kComputes = 0.5;  // processors
 
 std::string seconds(std::int64_t ns) {
@@ -59,21 +56,9 @@ bool is_in_data_loader(const std::vector<std::string>& lines) {
 class Diagnosis {
  public:
   Diagnosis(const std::vector<RankNow>& ranks, const LinesOf& lines_of) : lines_of_(lines_of) {
-    const RankNow* newest = &ranks.front();
-    const auto made = [](const RankNow& rank) { return rank.writer.made + rank.writer.ahead_of_epoch; };
     for (const auto& rank : ranks) {
-      if (made(rank) > made(*newest)) newest = &rank;
-    }
-    for (const auto& rank : ranks) {
-      const bool is_old =
-          rank.writer.world_size != newest->writer.world_size || std::max(made(rank), rank.last_event) < made(*newest) - kBetweenRuns;
-      if (is_old) {
-        old_.push_back(rank.rank());
-        continue;
-      }
       ranks_.emplace(rank.rank(), &rank);
-      latest_ = std::max(latest_, rank.last_event);
-      if (rank.process != ProcessState::kElsewhere) latest_ = std::max(latest_, events::now() + rank.writer.ahead_of_epoch);
+      latest_ = std::max(latest_, rank.last_sign);
       for (const auto& [row, calls] : rank.rows()) members_.try_emplace(row);
       for (const auto& [which, since] : rank.waits) waiting_[which].push_back(rank.rank());
       if (rank.failure && rank.failure->in) failed_[*rank.failure->in].push_back(rank.rank());
@@ -83,7 +68,7 @@ class Diagnosis {
       auto& known = known_members_[row];
       std::copy_if(members.begin(), members.end(), std::back_inserter(known), [&](std::int64_t rank) { return ranks_.contains(rank); });
     }
-    for (std::int64_t rank = 0; rank < newest->writer.world_size; ++rank) {
+    for (std::int64_t rank = 0; rank < ranks.front().left.writer.world_size; ++rank) {
       if (!ranks_.contains(rank)) missing_.push_back(rank);
     }
   }
@@ -91,7 +76,6 @@ class Diagnosis {
   Why make() const {
     auto why = cause();
     if (!missing_.empty() && why.cause != Cause::kNoFile) why.text += " There is no file of " + names_of(missing_) + ".";
-    if (!old_.empty()) why.text += " Files that an earlier run has left are not considered: of " + names_of(old_) + ".";
     return why;
   }
 
@@ -116,13 +100,14 @@ class Diagnosis {
   /// The first number of a row with which two ranks have made different calls; 0: none.
   std::uint64_t first_difference(const std::string& row, const std::vector<std::int64_t>& members) const {
     std::uint64_t first = 0;
-    std::unordered_map<std::uint64_t, std::pair<const RankNow*, const PostedCall*>> reference;
+    std::unordered_map<std::uint64_t, std::pair<const RankNow*, const Collective*>> reference;
     for (const auto member : members) {
       const auto& rank = at(member);
-      for (const auto& call : rank.calls(row)) {
-        if (first != 0 && call.number >= first) break;
-        const auto [known, is_new] = reference.try_emplace(call.number, &rank, &call);
-        if (!is_new && !rank.are_alike(call, *known->second.first, *known->second.second)) first = call.number;
+      for (const auto* call : rank.calls(row)) {
+        const auto number = call->call.number;
+        if (first != 0 && number >= first) break;
+        const auto [known, is_new] = reference.try_emplace(number, &rank, call);
+        if (!is_new && !rank.are_alike(*call, *known->second.first, *known->second.second)) first = number;
       }
     }
     return first;
@@ -156,7 +141,7 @@ class Diagnosis {
       const auto others = &group == &groups.front() ? groups.back().front() : groups.front().front();
       const auto& other = *at(others).call(which);
       auto told = at(group.front()).text_of(call);
-      if (told == at(others).text_of(other)) told += " of " + std::to_string(call.bytes) + " bytes";
+      if (told == at(others).text_of(other)) told += " of " + std::to_string(call.call.bytes) + " bytes";
       return told;
     };
     const auto& usual = groups.front();
@@ -173,7 +158,7 @@ class Diagnosis {
 
   // --- Ranks that have died or failed.
 
-  static bool died_silently(const RankNow& rank) { return rank.process == ProcessState::kDead && !rank.end && !rank.failure; }
+  static bool died_silently(const RankNow& rank) { return rank.left.process == ProcessState::kDead && !rank.end && !rank.failure; }
 
   /// The ranks without which others wait, or have failed.
   std::set<std::int64_t> needed() const {
@@ -183,7 +168,7 @@ class Diagnosis {
         for (const auto member : known_members(which.row)) {
           if (ranks.size() == 1 && ranks.front() == member) continue;
           const auto* const call = at(member).call(which);
-          if (which.number == 0 || !at(member).has_called(which) || (call != nullptr && !call->done)) found.insert(member);
+          if (which.number == 0 || !at(member).has_called(which) || (call != nullptr && !call->is_done())) found.insert(member);
         }
       }
     }
@@ -197,7 +182,7 @@ class Diagnosis {
     bool somebody_else = false;  // that lives, or has failed, so that not all were killed at once
     for (const auto& [number, rank] : ranks_) {
       if (!died_silently(*rank)) {
-        somebody_else = somebody_else || rank->failure || rank->end == EndKind::kSignal || rank->process != ProcessState::kDead;
+        somebody_else = somebody_else || rank->failure || rank->end == EndKind::kSignal || rank->left.process != ProcessState::kDead;
         continue;
       }
       const bool is_needed = all_needed.contains(number);
@@ -207,13 +192,18 @@ class Diagnosis {
       }
     }
     if (first == nullptr || !somebody_else) return {};
-    const auto& writer = first->writer;
+    const auto& writer = first->left.writer;
     return Why{.cause = Cause::kDead,
                .rank = first->rank(),
                .text = capital(names_of({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
                        writer.host.data() + ") has ended without a word, by a signal or a crash (`dmesg` tells if the system was out of " +
-                       "memory). " + seconds(latest_ - first->last_event) + " ago it was " + first->activity() + "." +
-                       waiting_text(*first)};
+                       "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
+  }
+
+  /// Of its last event, if there is a process that can still count from then on.
+  std::string seconds_ago(const RankNow& dead) const {
+    const bool counts = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return lives(rank.second->left); });
+    return counts ? ", " + seconds(latest_ - dead.last_event) + " ago" : std::string();
   }
 
   /// What others do about a rank that is dead.
@@ -243,7 +233,7 @@ class Diagnosis {
       // It may have failed because one of the others never came.
       for (const auto member : known_members(failure.in->row)) {
         const auto* const call = at(member).call(*failure.in);
-        const bool came = call != nullptr ? call->time <= failure.time : at(member).has_called(*failure.in);
+        const bool came = call != nullptr ? call->posted <= failure.time : at(member).has_called(*failure.in);
         if (came || member == first->rank()) continue;
         auto why = not_arrived(member, *failure.in, {first->rank()});
         why.text += " " + capital(names_of({first->rank()})) + " has given up: " + failure.text;
@@ -266,7 +256,14 @@ class Diagnosis {
     std::vector<std::int64_t> waiting;
   };
 
-  static bool is_held(const RankNow& rank) { return rank.process == ProcessState::kStopped || rank.process == ProcessState::kDebugged; }
+  /// Until when it is known to have done what it did last. A rank that computes gives no signs of life: those of its peers count.
+  std::int64_t until(const RankNow& rank) const {
+    return rank.left.process == ProcessState::kDead && (rank.end || !rank.waits.empty()) ? rank.last_sign : latest_;
+  }
+
+  static bool is_held(const RankNow& rank) {
+    return rank.left.process == ProcessState::kStopped || rank.left.process == ProcessState::kDebugged;
+  }
 
   /// A rank that others wait for, and that waits for nobody. Of several, the one that has not moved for the longest time; but one that is
   /// stopped before all others.
@@ -285,7 +282,7 @@ class Diagnosis {
     if (late.empty()) return {};
     const auto rank_of = [&](const auto& entry) {
       const auto& rank = at(entry.first);
-      return std::tuple(!is_held(rank), rank.moves, rank.last_move);
+      return std::tuple(!is_held(rank), rank.left.moves, rank.last_move);
     };
     const auto first = std::min_element(late.begin(), late.end(), [&](const auto& a, const auto& b) { return rank_of(a) < rank_of(b); });
     auto why = not_arrived(first->first, first->second.which, first->second.waiting);
@@ -302,32 +299,37 @@ class Diagnosis {
     const auto& rank = at(number);
     const auto name = capital(names_of({number}));
     const auto lines = lines_of(rank);
+    const auto& first = at(waiting.front());
     Why why{.cause = Cause::kNotArrived, .rank = number, .text = {}};
-    if (rank.process == ProcessState::kStopped) {
+    if (rank.left.process == ProcessState::kStopped) {
       why = {.cause = Cause::kStopped,
              .rank = number,
-             .text = name + " is stopped (SIGSTOP, Ctrl-Z): `kill -CONT " + std::to_string(rank.writer.process) + "` on " +
-                     rank.writer.host.data() + " lets it go on."};
-    } else if (rank.process == ProcessState::kDebugged) {
+             .text = name + " is stopped (SIGSTOP, Ctrl-Z): `kill -CONT " + std::to_string(rank.left.writer.process) + "` on " +
+                     rank.left.writer.host.data() + " lets it go on."};
+    } else if (rank.left.process == ProcessState::kDebugged) {
       why = {.cause = Cause::kDebugged, .rank = number, .text = name + " is held by a debugger."};
-    } else if (rank.process == ProcessState::kDead && rank.end == EndKind::kReturned) {
-      why = {.cause = Cause::kDead, .rank = number, .text = name + " has ended its program, which is too early: the others still need it."};
-    } else if (rank.moves) {
+    } else if (rank.end == EndKind::kException) {
+      why = {.cause = Cause::kFailed, .rank = number, .text = name + " has failed: " + rank.end_text + "."};
+    } else if (rank.end == EndKind::kReturned || (rank.end && first.end != EndKind::kSignal)) {  // A launcher ends all of them.
+      why = {.cause = Cause::kDead,
+             .rank = number,
+             .text = name + " has ended its program" + (rank.end == EndKind::kSignal ? ", as SIGTERM or Ctrl-C has asked it to" : "") +
+                     ", which is too early: the others still need it."};
+    } else if (rank.left.moves) {
       why = {.cause = Cause::kSlow, .rank = number, .text = name + " is slow: it moves on, and the others wait for it."};
-    } else if (rank.pass == events::Whereabouts::Pass::kBetweenSteps && is_in_data_loader(lines)) {
+    } else if (rank.whereabouts.pass() == events::Whereabouts::Pass::kBetweenSteps && is_in_data_loader(lines)) {
       why = {.cause = Cause::kDataLoader, .rank = number, .text = name + " is in the data loader, and waits for its next batch."};
     } else {
       why.text = name + " has not arrived.";
     }
-    const auto since = at(waiting.front()).waits.contains(which) ? latest_ - at(waiting.front()).waits.at(which) : 0;
-    why.text += " " + capital(names_of(waiting)) + (waiting.size() == 1 ? " waits" : " wait") + " in " + text_of(which) +
-                (since > 0 ? " since " + seconds(since) : "") + ", which rank " + std::to_string(number) + " " +
-                (rank.has_called(which) ? "has called, but not completed" : "has not called") + ".";
-    why.text += " It " + std::string(rank.process == ProcessState::kDead ? "was " : "is ") + rank.activity() + ", for " +
-                seconds(latest_ - rank.last_move) + ".";
-    if (rank.process == ProcessState::kDead) why.text += " Its process has ended since.";
-    if (rank.process == ProcessState::kRunning && rank.processors >= 0) {
-      why.text += rank.processors > kComputes ? " Its process computes." : " Its process sleeps.";
+    const auto since = first.waits.contains(which) ? until(first) - first.waits.at(which) : 0;
+    why.text += " " + capital(names_of(waiting)) + have_waited(waiting.size(), since) + " in " + text_of(which) + ", which rank " +
+                std::to_string(number) + " " + (rank.has_called(which) ? "has called, but not completed" : "has not called") + ".";
+    why.text += " It " + std::string(rank.left.process == ProcessState::kDead ? "was " : "is ") + rank.activity() + ", for " +
+                seconds(until(rank) - rank.last_move) + ".";
+    if (rank.left.process == ProcessState::kDead && why.cause == Cause::kNotArrived) why.text += " Its process has ended since.";
+    if (rank.left.process == ProcessState::kRunning && rank.left.processors >= 0) {
+      why.text += rank.left.processors > kComputes ? " Its process computes." : " Its process sleeps.";
     }
     if (!lines.empty()) why.text += " It is at " + place_in(lines) + ".";
     why.text += last_common(which);
@@ -353,7 +355,7 @@ class Diagnosis {
     const bool one = without_file.size() == 1;
     return Why{.cause = Cause::kNoFile,
                .rank = one ? without_file.front() : -1,
-               .text = capital(names_of(waiting_.at(*unknown))) + (waiting_.at(*unknown).size() == 1 ? " waits" : " wait") + " in " +
+               .text = capital(names_of(waiting_.at(*unknown))) + (waiting_.at(*unknown).size() == 1 ? " waits in " : " wait in ") +
                        text_of(*unknown) + ", which all ranks have called that have left a file. There is no file of " +
                        names_of(without_file) +
                        (one ? ": it is the one that the others wait for." : ": it is one of these that the others wait for.") +
@@ -364,14 +366,15 @@ class Diagnosis {
     const auto& waiting = waiting_.at(which);
     for (const auto member : known_members(which.row)) {
       const auto* const call = at(member).call(which);
-      if (call != nullptr && !call->done && at(member).waits.empty() && !at(member).moves) return not_arrived(member, which, waiting);
+      if (call != nullptr && !call->is_done() && at(member).waits.empty() && !at(member).left.moves)
+        return not_arrived(member, which, waiting);
     }
     std::map<std::string, std::vector<std::int64_t>> hosts;
-    for (const auto member : known_members(which.row)) hosts[at(member).writer.host.data()].push_back(member);
+    for (const auto member : known_members(which.row)) hosts[at(member).left.writer.host.data()].push_back(member);
     Why why{.cause = Cause::kLink, .rank = -1, .text = {}};
     why.text = "The link is slow or cut: all ranks of '" + which.row.substr(0, which.row.find(' ')) + "' have called " + text_of(which) +
-               ", and " + names_of(waiting) + (waiting.size() == 1 ? " waits" : " wait") + " for data since " +
-               seconds(latest_ - at(waiting.front()).waits.at(which)) + ".";
+               ", and " + names_of(waiting) +
+               have_waited(waiting.size(), until(at(waiting.front())) - at(waiting.front()).waits.at(which)) + " for data.";
     for (const auto& [host, of_host] : hosts) {
       if (hosts.size() > 1) why.text += " On " + host + ": " + names_of(of_host) + ".";
     }
@@ -397,6 +400,10 @@ class Diagnosis {
 
   // --- Texts.
 
+  static std::string have_waited(std::size_t ranks, std::int64_t ns) {
+    return ns <= 0 ? " waited" : (ranks == 1 ? " has waited " : " have waited ") + seconds(ns);
+  }
+
   static std::string row_text(const RowNumber& which) { return which.row.substr(0, which.row.find(" #")); }
 
   /// The collective, as one of those that have called it knows it.
@@ -412,8 +419,8 @@ class Diagnosis {
     RowNumber common{which.row, which.number};
     const auto members = known_members(which.row);
     for (const auto rank : members) {
-      const auto& calls = at(rank).calls(which.row);
-      common.number = std::min(common.number, calls.empty() ? 0 : calls.back().number + 1);
+      const auto calls = at(rank).calls(which.row);
+      common.number = std::min(common.number, calls.empty() ? 0 : calls.back()->call.number + 1);
     }
     while (common.number > 1) {
       --common.number;
@@ -428,7 +435,7 @@ class Diagnosis {
   }
 
   std::vector<std::string> lines_of(const RankNow& rank) const {
-    return lines_of_ && rank.process == ProcessState::kRunning ? lines_of_(rank.rank()) : std::vector<std::string>();
+    return lines_of_ && rank.left.process == ProcessState::kRunning ? lines_of_(rank.rank()) : std::vector<std::string>();
   }
 
   Why with_place(Why why, std::int64_t rank) const {
@@ -445,29 +452,10 @@ class Diagnosis {
   std::map<RowNumber, std::vector<std::int64_t>> waiting_;          ///< Who waits in which collective.
   std::map<RowNumber, std::vector<std::int64_t>> failed_;           ///< Who has failed in which collective first.
   std::vector<std::int64_t> missing_;
-  std::vector<std::int64_t> old_;
-  std::int64_t latest_ = 0;  ///< The latest moment that is known, in ns since the epoch.
+  std::int64_t latest_ = 0;  ///< The last sign of life of all ranks.
 };
 
 }  // namespace
-
-std::string names_of(std::vector<std::int64_t> ranks) {
-  constexpr int kMostRuns = 8;
-  std::sort(ranks.begin(), ranks.end());
-  std::vector<std::string> runs;
-  std::size_t i = 0;
-  for (; i < ranks.size() && runs.size() < kMostRuns; ++i) {
-    const auto first = ranks[i];
-    runs.push_back(std::to_string(first));
-    if (i + 2 >= ranks.size() || ranks[i + 2] != first + 2) continue;  // "0 and 1", but "0-2"
-    while (i + 1 < ranks.size() && ranks[i + 1] == ranks[i] + 1) ++i;
-    runs.back() += "-" + std::to_string(ranks[i]);
-  }
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t k = 0; k < runs.size(); ++k)
-    text += (k == 0 ? "" : k + 1 == runs.size() && i == ranks.size() ? " and " : ", ") + runs[k];
-  return i == ranks.size() ? text : text + " and " + std::to_string(ranks.size() - i) + " more";
-}
 
 Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of) {
   if (ranks.empty()) throw Error("there are no files of events: start the ranks with FSDP_EVENTS=FOLDER");

@@ -35,11 +35,7 @@ struct Why {
 /// Returns the lines of a rank's program where it is now, the innermost last; nothing if it can't tell.
 using LinesOf = std::function<std::vector<std::string>(std::int64_t rank)>;
 
-/// Explains what the ranks wait for. Files of some may be missing; those that an earlier run has left are not considered. Throws Error if
-/// there is none.
+/// Explains what the ranks of one run wait for. Files of some may be missing. Throws Error if there is none.
 Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of = {});
-
-/// "Rank 1", "ranks 0 and 2-7"; of very many, the first ones.
-std::string names_of(std::vector<std::int64_t> ranks);
 
 }  // namespace fsdp::report

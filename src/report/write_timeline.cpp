@@ -24,9 +24,9 @@ void keep_events(const std::filesystem::path& folder, const DeviceMesh& mesh) {
 }
 
 void write_timeline(const std::filesystem::path& folder, const std::filesystem::path& file) {
-  std::vector<std::string> unreadable;
-  const auto timeline = report::read_timeline(folder, {}, unreadable);
-  for (const auto& line : unreadable) TORCH_WARN("write_timeline: not read: ", line);
+  std::vector<std::string> left_out;
+  const auto timeline = report::read_timeline(folder, {}, left_out);
+  for (const auto& line : left_out) TORCH_WARN("write_timeline: not read: ", line);
   ckpt::write_output(
       file, file.extension() == ".json" ? report::trace_json(timeline) : report::timeline_page(timeline, report::title_of(folder)));
 }

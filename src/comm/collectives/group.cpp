@@ -13,6 +13,7 @@
 #include "comm/collectives/store_progress.h"
 #include "comm/host_memory/progress.h"
 #include "comm/launch/endings.h"
+#include "events/event_ring.h"
 
 namespace fsdp::comm {
 namespace {
@@ -205,6 +206,7 @@ void Group::advance_until(std::uint64_t number, const std::function<bool()>& rea
   bool told = false;
   const auto is_done = [&](int peer) { return shared->is_done(peer - shared->first(), number); };
   const auto look = [&]() -> std::optional<std::string> {
+    events::note_alive();
     const std::lock_guard<std::mutex> lock(mutex_);
     for (int peer = 0; peer < row.size(); ++peer) {
       if (peer == row.rank || !is_closed(peer)) continue;

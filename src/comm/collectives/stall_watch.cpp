@@ -9,6 +9,7 @@
 
 #include "base/process.h"
 #include "comm/collectives/group.h"
+#include "events/event_ring.h"
 
 namespace fsdp::comm {
 
@@ -30,6 +31,7 @@ class StallWatch::Thread {
     for (;;) {
       std::this_thread::sleep_for(kInterval);
       const std::lock_guard<std::mutex> lock(mutex_);
+      if (!waits_.empty()) events::note_alive();
       for (StallWatch* wait : waits_) {
         // A wait that has only begun may yet find its message complete.
         if (std::exchange(wait->seen_, true) && wait->group_.is_hopeless(wait->peer_)) wait->work_.abort();

@@ -62,11 +62,10 @@ class SyntheticRank {
   }
   SyntheticRank& call(events::EventKind kind, std::int64_t time, std::uint64_t number, const std::string& unit,
                       const std::string& operation) {
-    constexpr std::uint32_t kRowSource = 2;
     return add({.time = time,
                 .bytes = 1 << 20,
                 .number = number,
-                .source = kRowSource,
+                .source = row_,
                 .unit = name(unit),
                 .operation = name(operation),
                 .kind = kind});
@@ -90,6 +89,11 @@ class SyntheticRank {
   std::uint32_t add_source(const std::string& what) {
     rank_.sources.push_back(what);
     return static_cast<std::uint32_t>(rank_.sources.size() - 1);
+  }
+  /// The calls that follow are of this row.
+  SyntheticRank& in_row(std::uint32_t row) {
+    row_ = row;
+    return *this;
   }
   /// What follows is of this engine.
   SyntheticRank& from(std::uint32_t engine) {
@@ -118,6 +122,7 @@ class SyntheticRank {
 
   report::RankEvents rank_;
   std::uint32_t engine_ = 1;
+  std::uint32_t row_ = 2;
 };
 
 }  // namespace fsdp::testing

@@ -36,7 +36,7 @@ std::string unit_of(const Timeline& timeline, const CollectiveSpan& span) { retu
 
 const CollectiveSpan& only_wait(const Timeline& timeline, std::size_t rank) {
   const auto& all = timeline.ranks[rank].collectives;
-  return *std::find_if(all.begin(), all.end(), [](const auto& span) { return waited(span) > 0; });
+  return *std::find_if(all.begin(), all.end(), [](const auto& span) { return waited(span) > 0 || fsdp::report::is_unfinished(span); });
 }
 
 TEST(Timeline, CollectivesAreInTheLanesOfTheirOperations) {
@@ -133,6 +133,80 @@ TEST(Timeline, WaitsAfterTrainingAreNotTheLongest) {
   rank.backward_ended(2'000'100, 1).step(2'000'200);
   rank.collective({.posted = 2'000'300, .wait_began = 2'000'300, .arrived = 0, .wait_ended = 9'000'000}, 2, "", "saving");
   EXPECT_EQ(fsdp::report::longest_wait(timeline_of({rank.events()})), "rank 0 waited 2.00 ms for the all-gather of 'a': link");
+}
+
+// 0 waits for 2 in a row of both, and 2 for 3 in another one.
+TEST(Timeline, ALateRankThatWaitedIsFollowedToTheFirstCause) {
+  for (const bool hangs : {false, true}) {
+    SyntheticRank first(0, 4);
+    SyntheticRank middle(2, 4);
+    SyntheticRank late(3, 4);
+    for (auto* rank : {&first, &middle}) {
+      rank->step(0).in_row(rank->add_source("outer 0 2 #1"));
+      rank->collective({.posted = 1, .wait_began = 2, .arrived = 0, .wait_ended = 3}, 1, "a", "all-gather");
+    }
+    late.step(0);
+    for (auto* rank : {&middle, &late}) {
+      rank->in_row(rank->add_source("inner 2 3 #1"));
+      rank->collective({.posted = 4, .wait_began = 5, .arrived = 0, .wait_ended = 6}, 1, "a", "all-gather").enter(7, "a");
+    }
+    first.call(EventKind::kPosted, 30, 2, "b", "all-gather").call(EventKind::kWaitBegan, 31, 2, "b", "all-gather");
+    middle.call(EventKind::kPosted, 10, 2, "b", "all-gather").call(EventKind::kWaitBegan, 11, 2, "b", "all-gather");
+    if (!hangs) {
+      late.collective({.posted = 500, .wait_began = 501, .arrived = 0, .wait_ended = 510}, 2, "b", "all-gather");
+      middle.call(EventKind::kWaitEnded, 510, 2, "b", "all-gather").in_row(3);
+      middle.collective({.posted = 520, .wait_began = 521, .arrived = 0, .wait_ended = 530}, 2, "b", "all-gather");
+      first.call(EventKind::kWaitEnded, 530, 2, "b", "all-gather");
+    }
+    auto ranks = std::vector<RankEvents>{first.events(), middle.events(), late.events()};
+    if (hangs) ranks[0].alive = 600;
+    const auto timeline = timeline_of(ranks);
+    const auto& wait = timeline.ranks[0].collectives.back();
+    EXPECT_EQ(waited(wait), hangs ? 569 : 499);
+    EXPECT_EQ(wait.late_rank, 3);
+    EXPECT_EQ(timeline.names[wait.late_rank_was], "in forward of 'a'");
+    EXPECT_EQ(timeline.why.rank, hangs ? 3 : -1) << timeline.why.text;
+    const auto said = fsdp::report::longest_wait(timeline);
+    EXPECT_NE(said.find(": rank 3 was in forward of 'a'"), std::string::npos) << said;
+  }
+}
+
+// Rank 1 was killed in a collective that it had called; its peers lived on.
+TEST(Timeline, AWaitInVainIsTheLongestHoweverShort) {
+  std::vector<RankEvents> ranks;
+  for (int number = 0; number < 3; ++number) {
+    SyntheticRank rank(number, 3);
+    rank.step(0).collective({.posted = 10, .wait_began = 11, .arrived = 0, .wait_ended = 9000}, 1, "a", "all-gather");
+    rank.backward_ended(9001, 1).step(9002).enter(9010, "a");
+    rank.call(EventKind::kPosted, 9020, 2, "b", "all-gather").call(EventKind::kWaitBegan, 9021, 2, "b", "all-gather");
+    if (number != 1) rank.call(EventKind::kFailed, 9050, 2, "b", "all-gather");
+    ranks.push_back(rank.events());
+    ranks.back().process = fsdp::report::ProcessState::kDead;
+  }
+  const auto timeline = timeline_of(ranks);
+  EXPECT_EQ(timeline.why.rank, 1) << timeline.why.text;
+  EXPECT_EQ(fsdp::report::longest_wait(timeline),
+            "rank 0 waited 0.00 ms for the all-gather of 'b': rank 1 was waiting for a collective of 'b'");
+  const auto& killed = timeline.ranks[1].collectives.back();
+  EXPECT_TRUE(fsdp::report::is_unfinished(killed));
+  EXPECT_EQ(waited(killed), 0) << "until its last sign of life";
+}
+
+TEST(Timeline, RanksThatWaitForEachOtherAreBothLate) {
+  std::vector<RankEvents> ranks;
+  for (int number = 0; number < 2; ++number) {
+    SyntheticRank rank(number, 2);
+    rank.step(0);
+    for (const auto* row : {"inner 0 1 #1", "outer 0 1 #1"}) {
+      const auto source = rank.add_source(row);
+      if ((row[0] == 'i') == (number == 0))
+        rank.in_row(source).call(EventKind::kPosted, 10, 1, "a", "all-gather").call(EventKind::kWaitBegan, 11, 1, "a", "all-gather");
+    }
+    ranks.push_back(rank.events());
+  }
+  const auto timeline = timeline_of(ranks);
+  EXPECT_EQ(timeline.why.cause, fsdp::report::Cause::kEachOther);
+  for (std::size_t rank = 0; rank < 2; ++rank) EXPECT_EQ(only_wait(timeline, rank).late_rank, static_cast<std::int64_t>(1 - rank));
 }
 
 TEST(Timeline, AFailureEndsAWait) {

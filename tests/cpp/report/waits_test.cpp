@@ -73,17 +73,17 @@ TEST(Waits, AreDividedAtTheLastCallAndAtTheArrival) {
   script.call(EventKind::kArrived, 180, 1, "a").call(EventKind::kWaitEnded, 200, 1, "a");
   const auto all = collectives_of(script.events(), kEngine);
   const auto& collective = all.at({kRow, 1});
-  const auto late = reasons_of(collective, {.posted = 150, .rank = 2}, 0);
+  const auto late = reasons_of(collective, 150, 0);
   EXPECT_EQ(of(late, WaitReason::kLateRank), 50);
   EXPECT_EQ(of(late, WaitReason::kLink), 30);
   EXPECT_EQ(of(late, WaitReason::kHost), 20);
   expect_sum(late, 100);
   // Nobody was late.
-  const auto in_time = reasons_of(collective, {.posted = 90, .rank = 2}, 0);
+  const auto in_time = reasons_of(collective, 90, 0);
   EXPECT_EQ(of(in_time, WaitReason::kLateRank), 0);
   EXPECT_EQ(of(in_time, WaitReason::kLink), 80);
   // What is known of the peer says that it came after the end: clocks are not exact.
-  const auto after = reasons_of(collective, {.posted = 300, .rank = 2}, 0);
+  const auto after = reasons_of(collective, 300, 0);
   EXPECT_EQ(of(after, WaitReason::kLateRank), 100);
   expect_sum(after, 100);
 }
@@ -94,19 +94,19 @@ TEST(Waits, AQueueTakesTheShareOfItsBytes) {
   script.call(EventKind::kWaitBegan, 100, 2, "b", 100).call(EventKind::kWaitEnded, 180, 2, "b", 100);
   const auto all = collectives_of(script.events(), kEngine);
   const auto& second = all.at({kRow, 2});
-  EXPECT_EQ(queued_bytes(second, {}, all), 300);
-  const auto reasons = reasons_of(second, {}, 300);
+  EXPECT_EQ(queued_bytes(second, 0, all), 300);
+  const auto reasons = reasons_of(second, 0, 300);
   EXPECT_EQ(of(reasons, WaitReason::kQueue), 60);
   EXPECT_EQ(of(reasons, WaitReason::kLink), 20);
-  EXPECT_EQ(queued_bytes(all.at({kRow, 1}), {}, all), 0);  // What came later is not before it.
+  EXPECT_EQ(queued_bytes(all.at({kRow, 1}), 0, all), 0);  // What came later is not before it.
   // Done when all ranks had called.
   Script done;
   done.step(0).call(EventKind::kPosted, 10, 1, "a", 300).call(EventKind::kPosted, 20, 2, "b", 100);
   done.call(EventKind::kWaitBegan, 30, 1, "a", 300).call(EventKind::kWaitEnded, 50, 1, "a", 300);
   done.call(EventKind::kWaitBegan, 100, 2, "b", 100).call(EventKind::kWaitEnded, 180, 2, "b", 100);
   const auto after = collectives_of(done.events(), kEngine);
-  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), {.posted = 60, .rank = 1}, after), 0);
-  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), {.posted = 40, .rank = 1}, after), 300);
+  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), 60, after), 0);
+  EXPECT_EQ(queued_bytes(after.at({kRow, 2}), 40, after), 300);
 }
 
 TEST(Waits, AGatherThatBeganWhenItWasNeededIsForPrefetch) {
@@ -126,7 +126,7 @@ TEST(Waits, AGatherThatBeganWhenItWasNeededIsForPrefetch) {
   EXPECT_FALSE(all.at({kRow, 3}).posted_on_demand);
   EXPECT_FALSE(all.at({kRow, 4}).posted_on_demand) << "nothing was computed before the first unit of backward";
   EXPECT_FALSE(all.at({kRow, 5}).posted_on_demand) << "a reduction can't begin before its gradients are there";
-  EXPECT_EQ(of(reasons_of(all.at({kRow, 2}), {}, 0), WaitReason::kPrefetch), 7);
+  EXPECT_EQ(of(reasons_of(all.at({kRow, 2}), 0, 0), WaitReason::kPrefetch), 7);
   EXPECT_FALSE(all.at({kRow, 3}).in_backward);
   EXPECT_TRUE(all.at({kRow, 4}).in_backward);
 }

@@ -25,7 +25,6 @@ using fsdp::events::EventKind;
 using fsdp::report::Cause;
 using fsdp::report::ProcessState;
 using fsdp::report::RankEvents;
-using fsdp::report::RankNow;
 using fsdp::report::Why;
 
 constexpr std::int64_t kMs = 1'000'000;
@@ -111,11 +110,12 @@ std::vector<Script> run_of(std::int64_t world_size) {
 }
 
 Why why(const std::vector<Script>& ranks, const fsdp::report::LinesOf& lines_of = {}, std::int64_t moving = -1) {
-  std::vector<RankNow> now;
+  std::vector<RankEvents> left;
   for (const auto& rank : ranks) {
-    now.emplace_back(rank.left()).moves = rank.left().writer.rank == moving;
+    left.push_back(rank.left());
+    left.back().moves = rank.left().writer.rank == moving;
   }
-  return fsdp::report::explain(now, lines_of);
+  return fsdp::report::explain(fsdp::report::ranks_of(left), lines_of);
 }
 
 void expect(const Why& why, Cause cause, std::int64_t rank, const std::vector<std::string>& parts) {
@@ -140,8 +140,8 @@ TEST(Why, ARankThatHasNotArrivedIsNamedWithItsPlace) {
                                     "File \"/usr/lib/python3.11/threading.py\", line 1 in wait"};
   };
   expect(why(waiting_for_rank_1(), lines), Cause::kNotArrived, 1,
-         {"Rank 1 has not arrived. Ranks 0, 2 and 3 wait in the all-gather of 'blocks.3' since ",
-          ", which rank 1 has not called. It is in forward of 'blocks.2', for ",
+         {"Rank 1 has not arrived. Ranks 0, 2 and 3 have waited ",
+          " s in the all-gather of 'blocks.3', which rank 1 has not called. It is in forward of 'blocks.2', for ",
           "It is at File \"/home/me/train.py\", line 7 in step, in File \"/usr/lib/python3.11/threading.py\", line 1 in wait.",
           "The last collective that all of them have called is the all-gather of 'blocks.2'."});
 }
@@ -173,7 +173,7 @@ TEST(Why, AStoppedRankIsNamedAlsoWhereItHasCalled) {
   expect(why(ranks), Cause::kStopped, 1,
          {"Rank 1 is stopped (SIGSTOP, Ctrl-Z): `kill -CONT 1001` on host", "which rank 1 has not called."});
   ranks[1].post(3, "blocks.3").wait(3);
-  expect(why(ranks), Cause::kStopped, 1, {"Ranks 0, 2 and 3 wait", "which rank 1 has called, but not completed."});
+  expect(why(ranks), Cause::kStopped, 1, {"Ranks 0, 2 and 3 have waited", "which rank 1 has called, but not completed."});
   ranks[1].process(ProcessState::kDebugged);
   expect(why(ranks), Cause::kDebugged, 1, {"Rank 1 is held by a debugger."});
 }
@@ -182,7 +182,7 @@ TEST(Why, ADeadRankIsNamedWhetherTheOthersWaitOrHaveFailed) {
   auto ranks = waiting_for_rank_1();
   ranks[1].process(ProcessState::kDead);
   expect(why(ranks), Cause::kDead, 1,
-         {"Rank 1 is dead: its process (1001 on host) has ended without a word", "it was in forward of 'blocks.2'.",
+         {"Rank 1 is dead: its process (1001 on host) has ended without a word", "It was in forward of 'blocks.2', ", " s ago.",
           "Rank 0 waits in the all-gather of 'blocks.3'.", "the all-gather of 'blocks.2'."});
   for (auto& rank : ranks) {
     if (rank.left().writer.rank != 1) rank.fail(3, "Connection closed by peer").end(EndKind::kException, "x").process(ProcessState::kDead);
@@ -208,6 +208,31 @@ TEST(Why, ARankThatHasEndedTooEarlyIsNamed) {
   auto ranks = waiting_for_rank_1();
   ranks[1].end(EndKind::kReturned).process(ProcessState::kDead);
   expect(why(ranks), Cause::kDead, 1, {"Rank 1 has ended its program, which is too early"});
+  ranks[1].process(ProcessState::kElsewhere);
+  expect(why(ranks), Cause::kDead, 1, {"Rank 1 has ended its program, which is too early"});
+  auto asked = waiting_for_rank_1();
+  asked[1].end(EndKind::kSignal).process(ProcessState::kDead);
+  expect(why(asked), Cause::kDead, 1, {"Rank 1 has ended its program, as SIGTERM or Ctrl-C has asked it to"});
+}
+
+// Its model goes, and with it the connections, before the code is known.
+TEST(Why, ARankThatReturnsACodeHasFailed) {
+  auto ranks = waiting_for_rank_1();
+  for (auto& rank : ranks) {
+    if (rank.left().writer.rank != 1) rank.fail(3, "Connection closed by peer");
+  }
+  ranks[1].after(1000).end(EndKind::kException, "its function returned 3").process(ProcessState::kDead);
+  expect(why(ranks), Cause::kFailed, 1, {"Rank 1 has failed: its function returned 3. Rank 0 waited in the all-gather of 'blocks.3'"});
+}
+
+TEST(Why, WaitsEndWithTheLastSignOfLife) {
+  auto ranks = waiting_for_rank_1();
+  for (auto& rank : ranks) {
+    rank.process(ProcessState::kDead);
+    if (rank.left().writer.rank != 1) rank.left().alive = rank.left().events.back().time + 38'500 * kMs;
+  }
+  expect(why(ranks), Cause::kNotArrived, 1,
+         {"Ranks 0, 2 and 3 have waited 38.5 s in the all-gather of 'blocks.3'", "It was in forward of 'blocks.2', for 38.5 s."});
 }
 
 TEST(Why, TheRankThatMakesAnotherCallIsNamed) {
@@ -272,7 +297,7 @@ TEST(Why, WhoWaitsInAnotherRowIsNotTheCause) {
   ranks[0].in_row("inner 0 1 #1").post(1, "a").wait(1);
   ranks[1].in_row("outer 1 3 #1").post(1, "b").wait(1);
   ranks[2].in_row("outer 0 2 #1").post(1, "b").wait(1).done(1);
-  expect(why(ranks), Cause::kNotArrived, 3, {"Rank 3 has not arrived. Rank 1 waits in the all-gather of 'b'"});
+  expect(why(ranks), Cause::kNotArrived, 3, {"Rank 3 has not arrived. Rank 1 has waited ", " s in the all-gather of 'b'"});
 }
 
 TEST(Why, RanksThatWaitForEachOtherAreNamed) {
@@ -288,7 +313,7 @@ TEST(Why, ALinkIsNamedWhereAllHaveCalled) {
   auto ranks = waiting_for_rank_1(2);
   ranks[1].post(3, "blocks.3").wait(3);
   expect(why(ranks), Cause::kLink, -1,
-         {"The link is slow or cut: all ranks of 'dp_shard' have called the all-gather of 'blocks.3', and ranks 0 and 1 wait for data"});
+         {"The link is slow or cut: all ranks of 'dp_shard' have called the all-gather of 'blocks.3', and ranks 0 and 1 have waited "});
   ranks[1].left().writer.host = {'o', 't', 'h', 'e', 'r'};
   expect(why(ranks), Cause::kLink, -1, {"On host: rank 0.", "On other: rank 1."});
 }
@@ -308,20 +333,21 @@ TEST(Why, AFileThatIsMissingIsNamed) {
   expect(why(ranks), Cause::kNoFile, -1, {"There is no file of ranks 1 and 3: it is one of these"});
   auto others = waiting_for_rank_1();
   others.erase(others.begin());
-  expect(why(others), Cause::kNotArrived, 1, {"Ranks 2 and 3 wait in", "There is no file of rank 0."});
+  expect(why(others), Cause::kNotArrived, 1, {"Ranks 2 and 3 have waited", "There is no file of rank 0."});
 }
 
-TEST(Why, FilesOfAnEarlierRunAreNotConsidered) {
-  auto ranks = waiting_for_rank_1(3);
-  for (auto& rank : ranks) rank.left().writer.made += 1'000'000 * kMs;
-  Script larger(3, 4);
-  larger.begin(1).process(ProcessState::kDead);
-  ranks.push_back(larger);
-  expect(why(ranks), Cause::kNotArrived, 1, {"Files that an earlier run has left are not considered: of rank 3."});
-  auto same_size = waiting_for_rank_1(3);
-  same_size[0].left().writer.made += 1'000'000 * kMs;
-  for (auto& event : same_size[0].left().events) event.time += 1'000'000 * kMs;
-  expect(why(same_size), Cause::kNoFile, -1, {"of ranks 1 and 2"});
+TEST(EventFiles, ThoseOfAnEarlierRunAreLeftOut) {
+  using fsdp::report::drop_earlier_runs;
+  std::vector<RankEvents> ranks;
+  for (auto& rank : run_of(3)) ranks.push_back(rank.left());
+  EXPECT_EQ(drop_earlier_runs(ranks), std::vector<std::int64_t>());
+  ranks.push_back(Script(3, 4).left());  // of the same time, but of a run of four
+  ranks[0].writer.made += 1;
+  EXPECT_EQ(drop_earlier_runs(ranks), std::vector<std::int64_t>{3});
+  ranks[2].writer.made += 1'000'000 * kMs;
+  for (auto& event : ranks[2].events) event.time += 1'000'000 * kMs;
+  EXPECT_EQ(drop_earlier_runs(ranks), (std::vector<std::int64_t>{0, 1}));
+  EXPECT_EQ(ranks.size(), 1U);
 }
 
 TEST(Why, WithoutFilesThereIsNoAnswer) { EXPECT_THROW(why({}), fsdp::Error); }
@@ -376,7 +402,7 @@ TEST(EventFiles, TellHowTheirProcessesAre) {
     EXPECT_EQ(read_when_there(file).process, ProcessState::kRunning);
     child.send(SIGSTOP);
     EXPECT_EQ(fsdp::report::read_events(file).process, ProcessState::kStopped);
-    EXPECT_TRUE(fsdp::report::lines_of_program(folder.path(), fsdp::report::read_events(file).writer).empty());
+    EXPECT_TRUE(fsdp::report::lines_of_program(fsdp::report::read_events(file).writer).empty());
   }
   EXPECT_EQ(fsdp::report::read_events(file).process, ProcessState::kDead);
 }
@@ -399,13 +425,12 @@ TEST(EventFiles, OthersAreListed) {
   read_when_there(folder.path() / "rank-0.events");
   folder.write("rank-1.events", "something else");
   folder.write("notes.txt", "something else");
-  std::vector<std::string> unreadable;
-  const auto ranks = fsdp::report::read_all_events(folder.path(), unreadable);
-  ASSERT_EQ(ranks.size(), 1U);
-  EXPECT_EQ(ranks[0].writer.rank, 0);
-  ASSERT_EQ(unreadable.size(), 1U);
-  EXPECT_NE(unreadable[0].find("rank-1.events: no file of events"), std::string::npos) << unreadable[0];
-  EXPECT_THROW(fsdp::report::event_files_in(folder.path() / "missing"), fsdp::Error);
+  const auto run = fsdp::report::read_run(folder.path());
+  ASSERT_EQ(run.ranks.size(), 1U);
+  EXPECT_EQ(run.ranks[0].writer.rank, 0);
+  ASSERT_EQ(run.left_out.size(), 1U);
+  EXPECT_NE(run.left_out[0].find("rank-1.events: no file of events"), std::string::npos) << run.left_out[0];
+  EXPECT_THROW(fsdp::report::read_run(folder.path() / "missing"), fsdp::Error);
 }
 
 }  // namespace why_test

@@ -25,9 +25,8 @@ TEST(KeepEvents, OfAPartOfAMeshAreThoseOfAllRanks) {
     fsdp::keep_events(folder.path(), grid["dp_shard"]);
     grid.barrier();
   });
-  std::vector<std::string> unreadable;
-  const auto ranks = fsdp::report::read_all_events(folder.path(), unreadable);
-  EXPECT_EQ(unreadable, std::vector<std::string>());
+  const auto [ranks, left_out] = fsdp::report::read_run(folder.path());
+  EXPECT_EQ(left_out, std::vector<std::string>());
   ASSERT_EQ(ranks.size(), 4U);
   for (std::size_t rank = 0; rank < 4; ++rank) EXPECT_EQ(ranks[rank].writer.rank, static_cast<std::int64_t>(rank));
 }

@@ -132,6 +132,20 @@ def accumulation_is_one_step() -> None:
     assert libfsdp.step_report(model, steps=10).steps == 2
 
 
+def backwards_before_the_last_are_of_its_step(before_the_first_forward: bool, inner: bool) -> None:
+    model = sharded_blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not before_the_first_forward:
+        steps(model, optimizer, 1)
+    for _ in range(2):
+        for microbatch in range(3):
+            (model[0] if inner else model).set_is_last_backward(microbatch == 2)
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert libfsdp.step_report(model, steps=10).steps == (2 if before_the_first_forward else 3)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_late_rank_is_named(ranks: StartRanks, size: int) -> None:
     ranks(size).run(a_late_rank_is_named)
@@ -148,3 +162,10 @@ def test_every_strategy_has_a_report(ranks: StartRanks, size: int) -> None:
 
 def test_accumulation_is_one_step(ranks: StartRanks) -> None:
     ranks(2).run(accumulation_is_one_step)
+
+
+@pytest.mark.parametrize(("before_the_first_forward", "inner"), [(True, False), (False, False), (False, True)])
+def test_backwards_before_the_last_are_of_its_step(
+    ranks: StartRanks, before_the_first_forward: bool, inner: bool
+) -> None:
+    ranks(2).run(backwards_before_the_last_are_of_its_step, before_the_first_forward, inner)

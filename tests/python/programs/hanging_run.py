@@ -1,7 +1,7 @@
 """Ranks of a run that goes wrong in its third step: `hanging_run.py HOW FOLDER [STORE]`.
 
-Without RANK in the environment, three ranks are forked here. FOLDER is where checkpoints go; STORE is the process that
-serves the ranks' store, if none of them does.
+Without RANK in the environment, three ranks are forked here; for the HOW "chain" four, two by two. FOLDER is where
+checkpoints go; STORE is the process that serves the ranks' store, if none of them does.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import libfsdp
 
-GUILTY = 1
-SIZE = 3
 STEPS = 6
 FOR_EVER = 1000.0
 HOW, FOLDER, *STORE = sys.argv[1:]
+SIZE = 4 if HOW == "chain" else 3
+GUILTY = SIZE - 1 if HOW == "chain" else 1
 step_number = 0
 
 
@@ -59,7 +60,15 @@ def go_wrong_in_forward() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if now("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if now("deadlock"):
+    if now("killed_in_gather"):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if HOW == "killed_in_gather" and step_number == 3 and dist.get_rank() == GUILTY + 1:
+        time.sleep(2)
+    if now("exit_code"):
+        sys.exit(3)
+    if now("exits_at_once"):
+        os._exit(3)
+    if now("deadlock") or now("chain"):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -101,13 +110,18 @@ def train() -> None:
     global step_number
     torch.manual_seed(0)
     model = Model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")) if HOW == "chain" else None
+    if HOW == "no_file" and dist.get_rank() == GUILTY:
+        os.environ["FSDP_EVENTS"] = ""
     for block in model.blocks:
-        libfsdp.fully_shard(block)
-    libfsdp.fully_shard(model)
+        libfsdp.fully_shard(block, mesh=mesh)
+    libfsdp.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = iter(DataLoader(Batches(), batch_size=2))
     for step in range(1, STEPS + 1):
         step_number = step
+        if now("too_few_steps"):
+            return
         try:
             model(next(batches)).square().mean().backward()
         except RuntimeError as error:
@@ -120,6 +134,8 @@ def train() -> None:
 
 
 def between_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if now("no_file"):
+        time.sleep(FOR_EVER)
     if now("extra_collective"):
         for _ in libfsdp.full_weights(model):
             pass

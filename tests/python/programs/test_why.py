@@ -1,19 +1,22 @@
-"""`fsdp why`: runs that hang or die, and what it says of them, also without one of their files."""
+"""Runs that hang or die, and what `fsdp why` and `fsdp timeline` say of them: while they live, after SIGKILL, and without some files."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.marks import at_night
@@ -33,11 +36,12 @@ class Case:
     """What the command says of a run that went wrong, and what of it without the guilty rank's file."""
 
     expected: tuple[str, ...]
-    without_file: tuple[str, ...]
-    code: int = 1
+    without_file: tuple[str, ...] = ()  # Empty: the same is said of any such run.
+    guilty: int | None = GUILTY  # None: no rank is to blame.
+    size: int = SIZE
 
 
-WAITS = "Ranks 0 and 2 wait in the "
+WAITS = "Ranks 0 and 2 have waited "
 NO_FILE = ("There is no file of rank 1: it is the one that the others wait for.",)
 LINE = f'File "{PROGRAM}", line '
 DIFFERENT = ("the ranks make different calls: ", "There is no file of rank 1.")
@@ -47,17 +51,24 @@ CASES = {
     "deadlock": Case(("Rank 1 has not arrived.", WAITS, "It is in forward of 'blocks.1'", LINE, "sleeps"), NO_FILE),
     "sleeps_in_backward": Case(("Rank 1 has not arrived.", WAITS, "It is in backward of 'blocks.2'", LINE), NO_FILE),
     "stopped": Case(("Rank 1 is stopped", WAITS, "It is in forward of 'blocks.1'"), NO_FILE),
-    "killed": Case(("Rank 1 is dead", "it was in forward of 'blocks.1'"), ("rank 1", "There is no file of rank 1.")),
+    "killed": Case(("Rank 1 is dead", "It was in forward of 'blocks.1'"), ("rank 1", "There is no file of rank 1.")),
+    "killed_in_gather": Case(("Rank 1 is dead", "It was in forward of 'blocks.1'")),
+    "exit_code": Case(("Rank 1 has ended its program, which is too early",)),
+    "exits_at_once": Case(("Rank 1 is dead", "It was in forward of 'blocks.1'")),
+    "too_few_steps": Case(("Rank 1 has ended its program, which is too early",)),
+    "no_file": Case(("There is no file of rank 1: it is the one that the others wait for.",), guilty=None),
+    "chain": Case(("Rank 3 has not arrived.", "It is in forward of 'blocks.1'"), guilty=3, size=4),
+    "earlier_run": Case(("Rank 1 has not arrived.", WAITS, "Not read: files of rank 5, which an earlier run has left")),
     "exception": Case(("Rank 1 has failed first", "ValueError: this batch is bad", LINE), ("no file of rank 1",)),
     "caught_exception": Case(("Rank 1 is in another call than the others",), DIFFERENT),
     "skips_a_block": Case(("Rank 1 is in another call than the others", "called the reduce-scatter of 'blocks.2'"), DIFFERENT),
     "other_order": Case(("Rank 1 is in another call than the others", "'blocks.1'"), DIFFERENT),
     "extra_collective": Case(("Rank 1 is in another call than the others",), DIFFERENT),
     "other_shapes": Case(("rank 1", "blocks.2"), ("rank 1", "blocks.2")),
-    "full_disk": Case(("has failed first", "No space left on device", LINE), FAILED),
-    "store_gone": Case(("has failed first", "DistNetworkError", LINE), FAILED),
+    "full_disk": Case(("has failed first", "No space left on device", LINE), FAILED, guilty=None),
+    "store_gone": Case(("has failed first", "DistNetworkError", LINE), FAILED, guilty=None),
 }
-QUICK = ("killed", "skips_a_block")
+QUICK = ("killed", "skips_a_block", "chain")
 assert set(QUICK) <= CASES.keys()
 
 
@@ -65,7 +76,7 @@ assert set(QUICK) <= CASES.keys()
 class Run:
     events: Path
     errors: Path
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: subprocess.Popen[bytes] | None = None  # The process that has forked them, with a session of its own.
 
     def why(self, *arguments: str) -> tuple[int, str]:
         begin = time.monotonic()
@@ -86,6 +97,24 @@ class Run:
                 return text
         raise AssertionError(f"{expected} are not in: {text}\n{self.errors.read_text(errors='replace')}")
 
+    def timeline(self) -> tuple[str, list[dict[str, Any]]]:
+        """What `fsdp timeline` says first, and the waits that did not end, the longest first."""
+        file = self.errors.with_name("trace.json")
+        done = subprocess.run(
+            [COMMAND, "timeline", str(self.events), "--json", str(file)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        events = json.loads(file.read_text())["traceEvents"]
+        waits = [event for event in events if event.get("cat") == "wait" and "state" in event["args"]]
+        return done.stdout.split("\n", 1)[1], sorted(waits, key=lambda wait: -float(wait["dur"]))
+
+    def kill(self) -> None:
+        """Ends all ranks at once."""
+        assert self.ranks is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.ranks.pid, signal.SIGKILL)
+        self.ranks.wait()
+
 
 @contextmanager
 def started(how: str, folder: Path, *store: str, **variables: str) -> Iterator[Run]:
@@ -96,7 +125,7 @@ def started(how: str, folder: Path, *store: str, **variables: str) -> Iterator[R
     settings = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(SIZE),
+        "WORLD_SIZE": str(CASES[how].size if how in CASES else SIZE),
         "FSDP_EVENTS": str(run.events),
         "OMP_NUM_THREADS": "1",
         **variables,
@@ -104,13 +133,11 @@ def started(how: str, folder: Path, *store: str, **variables: str) -> Iterator[R
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | settings
     with run.errors.open("wb") as errors:
         command = [sys.executable, str(PROGRAM), how, str(folder / "saved"), *store]
-        ranks = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
+        run.ranks = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
     try:
         yield run
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
-        ranks.wait()
+        run.kill()
 
 
 def children_of(process: int) -> list[int]:
@@ -149,12 +176,46 @@ def store_of_its_own() -> Iterator[tuple[int, int]]:
             process.kill()
 
 
+def leave_file_of_earlier_run(run: Run) -> None:
+    """A file of rank 5 of 8, as a larger run has left it a while ago."""
+    old = bytearray((run.events / "rank-0.events").read_bytes())
+    rank, made = 16, 64  # bytes; see EventWriter: the number of ranks follows the rank
+    struct.pack_into("=qq", old, rank, 5, 8)
+    struct.pack_into("=q", old, made, struct.unpack_from("=q", old, made)[0] - 100 * 10**9)
+    (run.events / "rank-5.events").write_bytes(old)
+
+
 def check(run: Run, case: Case) -> None:
-    text = run.wait_until(*case.expected)
+    text = run.wait_until(*case.expected, files=case.size - (case.expected == NO_FILE))
     code, _ = run.why()
-    assert code == case.code, text
-    # Whichever file is missing. That of a rank which only waits changes nothing.
-    for rank in (0, 2, GUILTY):
+    assert code == 1, text
+    check_without_files(run, case)
+    same_first_cause(run, case)
+    run.kill()
+    same_first_cause(run, case)
+    _, before = run.why()
+    time.sleep(0.5)
+    assert run.why()[1] == before, "nobody waits any more"
+    assert {file.suffix for file in run.events.iterdir()} == {".events"}, "nothing else is left"
+
+
+def same_first_cause(run: Run, case: Case) -> None:
+    """Both commands say the same, and the waits that did not end are all for that rank."""
+    _, why = run.why()
+    said, waits = run.timeline()
+    first = why.partition(".")[0]
+    assert said.startswith(first), (why, said)
+    if case.guilty is not None:
+        assert f"ank {case.guilty} " in first, why
+        others = [wait for wait in waits if wait["pid"] != case.guilty]
+        assert others, said
+        assert {wait["args"].get("late_rank") for wait in others} == {case.guilty}, others
+        assert re.search(rf"^longest wait: .*: rank {case.guilty} was ", said, re.MULTILINE), said
+
+
+def check_without_files(run: Run, case: Case) -> None:
+    """Whichever file is missing. That of a rank which only waits changes nothing."""
+    for rank in (0, 2, GUILTY) if case.without_file else ():
         file = run.events / f"rank-{rank}.events"
         away = file.with_suffix(".away")
         file.rename(away)
@@ -162,7 +223,7 @@ def check(run: Run, case: Case) -> None:
         if rank == GUILTY:
             expected = case.without_file
         else:
-            expected = tuple(re.sub(r"^Ranks 0 and 2 wait", f"Rank {2 - rank} waits", part) for part in case.expected)
+            expected = tuple(re.sub(r"^Ranks 0 and 2 have waited", f"Rank {2 - rank} has waited", part) for part in case.expected)
             if case.expected[0].startswith("Rank 1 is in another call"):  # Of two that differ, none is the odd one.
                 expected = ("The ranks make different calls: ", "rank 1 has called ", *case.expected[1:])
             expected = (*expected, f"There is no file of rank {rank}.")
@@ -182,7 +243,10 @@ def test_the_rank_and_the_reason_are_told(how: str, tmp_path: Path) -> None:
             with started(how, tmp_path, str(process), **agent) as run:
                 check(run, CASES[how])
     else:
-        with started(how, tmp_path) as run:
+        with started("deadlock" if how == "earlier_run" else how, tmp_path) as run:
+            if how == "earlier_run":
+                run.wait_until("Rank 1 has not arrived.")
+                leave_file_of_earlier_run(run)
             check(run, CASES[how])
 
 
@@ -297,7 +361,7 @@ def test_a_link_that_is_cut_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(3)
         hosts.run(*network.switch.enter("--net"), "ip", "link", "set", "port1", "down")
         time.sleep(2)
-        text = run.wait_until("The link is slow or cut: all ranks of ", "wait for data since ")
+        text = run.wait_until("The link is slow or cut: all ranks of ", " for data.")
         for rank in range(4):
             file = run.events / f"rank-{rank}.events"
             file.rename(file.with_suffix(".away"))
