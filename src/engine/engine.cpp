@@ -389,7 +389,7 @@ void Engine::note_backward(bool last) {
     unit->whole.last_backward = gave ? LastBackward::kGaveGradients : LastBackward::kAccumulated;
     gives = gives || gave;
   }
-  events_.backward_ended(gives && ends_step_);
+  events_.backward_ended(gives);
 }
 
 void Engine::finalize_backward(bool wait) {
@@ -490,7 +490,7 @@ void Engine::set(const StepSettings& settings) {
   const auto lock = this->lock();
   prefetch_depth_ = settings.prefetch_depth.value_or(prefetch_depth_);
   facts_.is_last_backward = settings.is_last_backward.value_or(facts_.is_last_backward);
-  ends_step_ = settings.ends_step.value_or(ends_step_);
+  if (settings.ends_step) events_.set_ends_step(*settings.ends_step);
   facts_.manual_finalization = settings.manual_finalization.value_or(facts_.manual_finalization);
   if (settings.overlaps_reductions) reducer_.set_overlaps(*settings.overlaps_reductions);
   if (settings.buffer_memory) pools_.set_memory(units_, *settings.buffer_memory);

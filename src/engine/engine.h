@@ -194,7 +194,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int prefetch_depth_;
   OneStream stream_;
   ModelFacts facts_;
-  bool ends_step_ = true;  ///< See StepSettings.
   memory::Accounting accounting_;
   StepEvents events_;
   BufferPools pools_;

@@ -77,6 +77,7 @@ void StepEvents::backward_began() {
 
 void StepEvents::backward_ended(bool last) {
   note_peak();
+  last = last && ends_step_;
   if (last) ++steps_;
   record({.number = last ? steps_ : 0, .kind = EventKind::kBackwardEnded});
   note_memory(Told::kChanges);

@@ -26,6 +26,8 @@ class StepEvents {
   void backward_began();
   /// `last` says whether it was the last backward before an update.
   void backward_ended(bool last);
+  /// With false, also the last backward before an update leaves the step open.
+  void set_ends_step(bool ends) { ends_step_ = ends; }
 
   /// The last units that were entered, newest first, in quotes, for error messages. Empty if there are none.
   std::string last_units() const;
@@ -44,6 +46,7 @@ class StepEvents {
   memory::Accounting& accounting_;
   std::uint64_t steps_ = 0;  ///< How many have ended.
   bool step_ended_ = true;
+  bool ends_step_ = true;
   std::uint32_t unit_ = 0;                                         ///< Where the computation is, by name.
   std::int64_t peak_ = 0;                                          ///< Bytes, of this step.
   std::array<std::int64_t, events::kMemoryKinds.size()> held_{};   ///< As told last, by kind.

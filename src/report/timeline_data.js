@@ -116,12 +116,16 @@ function stepsOf(timeline) {
   return [...steps.values()].sort((a, b) => a.number - b.number);
 }
 
-/** The waits of all ranks: those in vain, then the others, the longest first; of these, those of whole steps, or all if there are none. */
+/**
+ * The waits of all ranks, the longest first: those in vain for the first cause, its own, and then the others; of these, those of whole steps,
+ * or all if there are none.
+ */
 function longestWaits(timeline) {
+  const weight = (wait) => (wait.state === "" ? 0 : wait.rank.rank === timeline.why?.rank ? 1 : 2);
   const isOfTraining = (wait) => wait.state !== "" || wait.rank.steps.some((step) => step.isWhole && wait.wait >= step.began && wait.wait < step.ended);
   const all = timeline.ranks.flatMap((rank) => rank.waits);
   const ofTraining = all.filter(isOfTraining);
-  return (ofTraining.length > 0 ? ofTraining : all).sort((a, b) => (b.state !== "") - (a.state !== "") || b.waited - a.waited);
+  return (ofTraining.length > 0 ? ofTraining : all).sort((a, b) => weight(b) - weight(a) || b.waited - a.waited);
 }
 
 /** Waits of several ranks for one collective and one reason have one cause: {wait, others} with the longest of them, in the order of the list. */

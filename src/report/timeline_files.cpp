@@ -35,9 +35,10 @@ struct RankWait {
   const CollectiveSpan* wait = nullptr;
 };
 
-/// What counts most: waits in vain, then those of steps that are whole, then what comes after training.
-int weight_of(const RankTimeline& rank, const CollectiveSpan& wait) {
-  if (is_unfinished(wait)) return 2;
+/// What counts most: waits in vain, and of these the ones for the first cause, not its own; then waits of steps that are whole; then what
+/// comes after training.
+int weight_of(const RankTimeline& rank, const CollectiveSpan& wait, std::int64_t first_cause) {
+  if (is_unfinished(wait)) return rank.writer.rank == first_cause ? 2 : 3;
   return std::any_of(rank.steps.begin(), rank.steps.end(), [&](const StepSpan& step) {
     return step.is_whole && wait.times.wait_began >= step.began && wait.times.wait_began < step.ended;
   });
@@ -50,7 +51,7 @@ std::string longest_wait(const Timeline& timeline) {
   std::pair<int, std::int64_t> most{0, 0};
   for (const auto& rank : timeline.ranks) {
     for (const auto& wait : rank.collectives) {
-      const std::pair<int, std::int64_t> much{weight_of(rank, wait), waited(wait)};
+      const std::pair<int, std::int64_t> much{weight_of(rank, wait, timeline.why.rank), waited(wait)};
       if (much <= most || (waited(wait) == 0 && !is_unfinished(wait))) continue;
       most = much;
       found = {.rank = &rank, .wait = &wait};

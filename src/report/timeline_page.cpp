@@ -39,7 +39,13 @@ class PageData {
     for (const auto& name : timeline_.names) separate(quoted(name));
     text_ += "],\"missing\":[";
     for (const auto rank : timeline_.missing) entry({rank});
-    text_ += "],\n\"why\":" + (timeline_.why.cause == Cause::kNothing ? "null" : quoted(timeline_.why.text)) + ",\n\"kinds\":[";
+    text_ += "],\n\"why\":";
+    if (timeline_.why.cause == Cause::kNothing) {
+      text_ += "null";
+    } else {
+      text_ += "{\"rank\":" + std::to_string(timeline_.why.rank) + ",\"text\":" + quoted(timeline_.why.text) + "}";
+    }
+    text_ += ",\n\"kinds\":[";
     for (const auto kind : events::kMemoryKinds) separate(quoted(std::string(kind)));
     text_ += "],\n\"plan\":";
     if (plan_) {

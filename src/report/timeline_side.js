@@ -46,7 +46,7 @@ function showSummary(timeline) {
 
 function showVerdict(timeline, waits, groups, choose) {
   const place = byId("verdict");
-  if (timeline.why !== null) place.before(make("p", { id: "first-cause" }, timeline.why));
+  if (timeline.why !== null) place.before(make("p", { id: "first-cause" }, timeline.why.text));
   if (groups.length === 0) {
     place.append(make("div", { class: "why" }, make("p", {}, "No rank waited for a collective in this time.")));
     return;

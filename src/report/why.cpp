@@ -196,7 +196,7 @@ class Diagnosis {
     return Why{.cause = Cause::kDead,
                .rank = first->rank(),
                .text = capital(names_of({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
-                       writer.host.data() + ") has ended without a word, by a signal or a crash (`dmesg` tells if the system was out of " +
+                       writer.host.data() + ") has ended without a word, by a signal, a crash or _exit (`dmesg` tells if the system was out of " +
                        "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
   }
 
@@ -344,7 +344,8 @@ class Diagnosis {
       const auto& members = known_members(which.row);
       const bool all =
           std::all_of(members.begin(), members.end(), [&, &w = which](std::int64_t member) { return at(member).has_called(w); });
-      if (all) (members.size() < members_.at(which.row).size() ? unknown : stuck) = &which;
+      const bool goes_on = std::any_of(waiting.begin(), waiting.end(), [&](std::int64_t rank) { return at(rank).left.moves; });
+      if (all && !goes_on) (members.size() < members_.at(which.row).size() ? unknown : stuck) = &which;
     }
     if (stuck != nullptr) return of_stuck(*stuck);
     if (unknown == nullptr) return {};

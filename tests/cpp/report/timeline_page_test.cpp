@@ -107,6 +107,10 @@ TEST(TimelinePage, DataAreListsOfWholeEntries) {
   const auto data = data_of(timeline_page(timeline, "a run"));
   EXPECT_EQ(data.at("version"), 2);
   EXPECT_TRUE(data.at("plan").is_null());
+  EXPECT_TRUE(data.at("why").is_null());
+  auto hanging = timeline;
+  hanging.why = {.cause = fsdp::report::Cause::kNotArrived, .rank = 1, .text = "Rank 1 </script>"};
+  EXPECT_EQ(data_of(timeline_page(hanging, "a run")).at("why"), Json({{"rank", 1}, {"text", "Rank 1 </script>"}}));
   EXPECT_EQ(data.at("kinds"), Json(fsdp::events::kMemoryKinds));
   EXPECT_EQ(data.at("length"), timeline.ended - timeline.began);
   ASSERT_EQ(data.at("ranks").size(), 2U);

@@ -314,6 +314,7 @@ TEST(Why, ALinkIsNamedWhereAllHaveCalled) {
   ranks[1].post(3, "blocks.3").wait(3);
   expect(why(ranks), Cause::kLink, -1,
          {"The link is slow or cut: all ranks of 'dp_shard' have called the all-gather of 'blocks.3', and ranks 0 and 1 have waited "});
+  expect(why(ranks, {}, 0), Cause::kNothing, -1, {});  // It was looked at between two events.
   ranks[1].left().writer.host = {'o', 't', 'h', 'e', 'r'};
   expect(why(ranks), Cause::kLink, -1, {"On host: rank 0.", "On other: rank 1."});
 }
