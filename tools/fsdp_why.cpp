@@ -1,6 +1,5 @@
 // fsdp why: why the ranks of a run wait, or have ended.
 
-#include <algorithm>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -23,10 +22,7 @@ constexpr std::size_t kReadEvents = 4096;  // A rank that waits, or has stopped,
 int why(const fs::path& folder, const fs::path& flight_recorder) {
   auto run = report::read_run(folder, kReadEvents);
   const auto ranks = report::ranks_of(std::move(run.ranks));
-  const auto why = report::explain(ranks, [&](std::int64_t number) {
-    const auto is_it = [&](const report::RankNow& rank) { return rank.rank() == number; };
-    return report::lines_of_program(std::find_if(ranks.begin(), ranks.end(), is_it)->left.writer);
-  });
+  const auto why = report::explain(ranks);
   if (!flight_recorder.empty()) report::write_flight_recorder(ranks, flight_recorder);
   std::cout << ckpt::printable(why.text) << "\n";
   for (const auto& line : run.left_out) std::cout << "Not read: " << ckpt::printable_line(line) << "\n";

@@ -212,11 +212,12 @@ void look_again(std::vector<RankEvents>& ranks) {
 
 /// The file in memory to which a process writes its stacks; empty if it has none.
 fs::path stack_file_of(std::int64_t process) {
+  const auto link = std::string("/memfd:").append(events::kStackFile);
   std::error_code failed;
   for (auto entry = fs::directory_iterator("/proc/" + std::to_string(process) + "/fd", failed);
        !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
     std::error_code gone;
-    if (fs::read_symlink(entry->path(), gone).string().starts_with(std::string("/memfd:") + events::kStackFile)) return entry->path();
+    if (fs::read_symlink(entry->path(), gone).string().starts_with(link)) return entry->path();
   }
   return {};
 }
@@ -287,7 +288,7 @@ std::string names_of(std::vector<std::int64_t> ranks) {
     runs.push_back(std::to_string(first));
     if (i + 2 >= ranks.size() || ranks[i + 2] != first + 2) continue;  // "0 and 1", but "0-2"
     while (i + 1 < ranks.size() && ranks[i + 1] == ranks[i] + 1) ++i;
-    runs.back() += "-" + std::to_string(ranks[i]);
+    runs.back().append(1, '-').append(std::to_string(ranks[i]));
   }
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t k = 0; k < runs.size(); ++k)

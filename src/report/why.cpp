@@ -179,12 +179,14 @@ class Diagnosis {
     const RankNow* first = nullptr;
     bool first_is_needed = false;
     const auto all_needed = needed();
+    const auto* const failed = first_failed();
     bool somebody_else = false;  // that lives, or has failed, so that not all were killed at once
     for (const auto& [number, rank] : ranks_) {
       if (!died_silently(*rank)) {
         somebody_else = somebody_else || rank->failure || rank->end == EndKind::kSignal || rank->left.process != ProcessState::kDead;
         continue;
       }
+      if (failed != nullptr && failed->failure->time < rank->last_sign) continue;  // It has outlived the first cause.
       const bool is_needed = all_needed.contains(number);
       if (first == nullptr || std::tuple(!is_needed, rank->last_event) < std::tuple(!first_is_needed, first->last_event)) {
         first = rank;
@@ -196,7 +198,8 @@ class Diagnosis {
     return Why{.cause = Cause::kDead,
                .rank = first->rank(),
                .text = capital(names_of({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
-                       writer.host.data() + ") has ended without a word, by a signal, a crash or _exit (`dmesg` tells if the system was out of " +
+                       writer.host.data() +
+                       ") has ended without a word, by a signal, a crash or _exit (`dmesg` tells if the system was out of " +
                        "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
   }
 
@@ -222,11 +225,16 @@ class Diagnosis {
     return {};
   }
 
-  std::optional<Why> first_failure() const {
+  const RankNow* first_failed() const {
     const RankNow* first = nullptr;
     for (const auto& [number, rank] : ranks_) {
       if (rank->failure && (first == nullptr || rank->failure->time < first->failure->time)) first = rank;
     }
+    return first;
+  }
+
+  std::optional<Why> first_failure() const {
+    const auto* const first = first_failed();
     if (first == nullptr) return {};
     const auto& failure = *first->failure;
     if (failure.in && failure.in->number != 0) {
@@ -275,7 +283,8 @@ class Diagnosis {
         if (!is_held(other) && (other.has_called(which) || !other.waits.empty())) continue;
         if (waiting.size() == 1 && waiting.front() == member) continue;
         auto& found = late[member];
-        if (found.waiting.empty()) found.which = which;
+        if (!found.waiting.empty()) continue;
+        found.which = which;
         std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(found.waiting), [&](std::int64_t rank) { return rank != member; });
       }
     }
@@ -461,6 +470,13 @@ class Diagnosis {
 Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of) {
   if (ranks.empty()) throw Error("there are no files of events: start the ranks with FSDP_EVENTS=FOLDER");
   return Diagnosis(ranks, lines_of).make();
+}
+
+Why explain(const std::vector<RankNow>& ranks) {
+  return explain(ranks, [&](std::int64_t number) {
+    const auto is_it = [&](const RankNow& rank) { return rank.rank() == number; };
+    return lines_of_program(std::find_if(ranks.begin(), ranks.end(), is_it)->left.writer);
+  });
 }
 
 }  // namespace fsdp::report

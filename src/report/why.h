@@ -36,6 +36,8 @@ struct Why {
 using LinesOf = std::function<std::vector<std::string>(std::int64_t rank)>;
 
 /// Explains what the ranks of one run wait for. Files of some may be missing. Throws Error if there is none.
-Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of = {});
+Why explain(const std::vector<RankNow>& ranks, const LinesOf& lines_of);
+/// The same, with lines_of_program().
+Why explain(const std::vector<RankNow>& ranks);
 
 }  // namespace fsdp::report

@@ -62,13 +62,8 @@ class SyntheticRank {
   }
   SyntheticRank& call(events::EventKind kind, std::int64_t time, std::uint64_t number, const std::string& unit,
                       const std::string& operation) {
-    return add({.time = time,
-                .bytes = 1 << 20,
-                .number = number,
-                .source = row_,
-                .unit = name(unit),
-                .operation = name(operation),
-                .kind = kind});
+    return add(
+        {.time = time, .bytes = 1 << 20, .number = number, .source = row_, .unit = name(unit), .operation = name(operation), .kind = kind});
   }
   SyntheticRank& collective(const CallTimes& times, std::uint64_t number, const std::string& unit, const std::string& operation) {
     using events::EventKind;

@@ -215,6 +215,16 @@ TEST(Why, ARankThatHasEndedTooEarlyIsNamed) {
   expect(why(asked), Cause::kDead, 1, {"Rank 1 has ended its program, as SIGTERM or Ctrl-C has asked it to"});
 }
 
+TEST(Why, RanksThatAreKilledAfterAFailureAreNotItsCause) {
+  auto ranks = waiting_for_rank_1();
+  ranks[1].end(EndKind::kException, "ValueError: bad");
+  for (auto& rank : ranks) {
+    rank.process(ProcessState::kDead);
+    if (rank.left().writer.rank != 1) rank.left().alive = rank.left().events.back().time + 100 * kMs;
+  }
+  expect(why(ranks), Cause::kFailed, 1, {"Rank 1 has failed first, when it was in forward of 'blocks.2': ValueError: bad"});
+}
+
 // Its model goes, and with it the connections, before the code is known.
 TEST(Why, ARankThatReturnsACodeHasFailed) {
   auto ranks = waiting_for_rank_1();
