@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.ranks import StartRanks
 from support.strategies import a_step, every_strategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import libfsdp
 
@@ -45,22 +46,24 @@ class Block(nn.Module):
             time.sleep(SLEEP_S)
 
 
-def sharded_blocks() -> Any:
+def sharded_blocks(mesh: DeviceMesh | None = None) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Block() for _ in range(4)))
     for block in model:
-        libfsdp.fully_shard(block)
-    return libfsdp.fully_shard(model)
+        libfsdp.fully_shard(block, mesh=mesh)
+    return libfsdp.fully_shard(model, mesh=mesh)
 
 
-def a_late_rank_is_named() -> None:
-    model = sharded_blocks()
+def a_late_rank_is_named(replicas: int) -> None:
+    """With replicas, rank 2 waits for rank 0, which waits for the late one: that one is the cause."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    model = sharded_blocks(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if replicas > 1 else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(model, optimizer, 3)
     for number, place, expected in (
         (1, "forward", "in forward of '1'"),
         (2, "forward", "in forward of '2'"),
-        (2, "backward", "in backward of '2'"),
+        (2, "backward", "in backward"),
     ):
         for _chance in range(3):  # A busy machine may make another rank late, too.
             model[number].sleeps = place if dist.get_rank() == SLEEPY else ""
@@ -71,6 +74,7 @@ def a_late_rank_is_named() -> None:
             told = report.slowest_ranks[0][0] == SLEEPY
             if dist.get_rank() != SLEEPY:
                 told = told and longest.late_rank == SLEEPY and longest.late_rank_was.startswith(expected)
+                told = told and f"'{number}'" in longest.late_rank_was
                 told = told and longest.reasons["late rank"] > MOST_OF_IT_MS and str(SLEEPY) in report.line
             everywhere = torch.tensor(float(told))
             dist.all_reduce(everywhere, dist.ReduceOp.MIN)
@@ -146,9 +150,9 @@ def backwards_before_the_last_are_of_its_step(before_the_first_forward: bool, in
     assert libfsdp.step_report(model, steps=10).steps == (2 if before_the_first_forward else 3)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_late_rank_is_named(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(a_late_rank_is_named)
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_a_late_rank_is_named(ranks: StartRanks, size: int, replicas: int) -> None:
+    ranks(size).run(a_late_rank_is_named, replicas)
 
 
 def test_numbers_are_those_of_the_statistics(ranks: StartRanks) -> None:
