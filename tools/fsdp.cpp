@@ -1,13 +1,10 @@
 // fsdp: what a training run can be asked from outside.
 
 #include <CLI/CLI.hpp>
-#include <exception>
 #include <functional>
-#include <iostream>
 #include <map>
 
 #include "base/process.h"
-#include "checkpoint/printable.h"
 #include "fsdp/version.h"
 #include "subcommands.h"
 
@@ -38,13 +35,5 @@ int main(int argc, char** argv) {
     auto* const command = app.add_subcommand(name, what);
     run.emplace(command, add(*command));
   }
-  try {
-    app.parse(argc, argv);
-    return run.at(app.get_subcommands().front())();
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const std::exception& error) {
-    std::cerr << "fsdp: " << fsdp::ckpt::printable(error.what()) << "\n";
-    return fsdp::tools::kUsageError;
-  }
+  return fsdp::tools::run_command(app, argc, argv, [&] { return run.at(app.get_subcommands().front())(); });
 }

@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/size_text.h"
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
@@ -20,6 +21,7 @@
 #include "checkpoint/records.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/safetensors_parts.h"
+#include "command_line.h"
 #include "fsdp/error.h"
 #include "fsdp/version.h"
 #include "state/convert.h"
@@ -30,10 +32,9 @@ namespace {
 
 namespace fs = std::filesystem;
 namespace ckpt = fsdp::ckpt;
+using fsdp::bytes_text;
 using fsdp::state::Source;
-
-constexpr int kFound = 1;  // faults, or differences
-constexpr int kUsageExitCode = 2;
+using fsdp::tools::kFound;
 
 struct Options {
   std::string path;
@@ -44,13 +45,6 @@ struct Options {
 };
 
 std::string counted(std::int64_t count, const std::string& what) { return std::to_string(count) + " " + what + (count == 1 ? "" : "s"); }
-
-/// "1,234,567 bytes".
-std::string bytes_text(std::int64_t bytes) {
-  std::string text = std::to_string(bytes);
-  for (std::size_t at = text.size(); at > 3; at -= 3) text.insert(at - 3, 1, ',');
-  return text + (bytes == 1 ? " byte" : " bytes");
-}
 
 std::string shape_text(const ckpt::Shape& shape) {
   std::string text = "[";
@@ -221,17 +215,6 @@ int diff(const Options& options) {
   return found.lines.empty() ? 0 : kFound;
 }
 
-/// CLI11 says no more than that it lacks one.
-void require_command(const CLI::App& app, const std::string& word) {
-  if (word.starts_with("-")) return;
-  std::string known;
-  for (const auto* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    if (command->get_name() == word) return;
-    known += " " + command->get_name();
-  }
-  throw fsdp::Error((word.empty() ? "no command was given" : "there is no command '" + word + "'") + "; these are there:" + known);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -253,25 +236,18 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   converting->add_option("--dtype", options.dtype, "Of floating-point tensors; float4_e2m1fn_x2 stays")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
-  converting->add_option("--max-file-size", options.convert.most_bytes_per_file, "As in 500MB; a tensor is not divided (default: 5GB)")
-      ->transform(CLI::AsSizeValue(false));
+  fsdp::tools::add_size(*converting, "--max-file-size", options.convert.most_bytes_per_file,
+                        "As in 500MB; a tensor is not divided (default: 5GiB)");
 
   auto* comparing = app.add_subcommand("diff", "Compare names, shapes, dtypes and values, however the files are divided");
   comparing->add_option("a", options.path, "A checkpoint")->required();
   comparing->add_option("b", options.other, "Another one")->required();
   comparing->add_option("--ignore", options.diff.ignored, "Names that begin with this; may be repeated")->allow_extra_args(false);
 
-  try {
-    require_command(app, argc > 1 ? argv[1] : "");
-    app.parse(argc, argv);
+  return fsdp::tools::run_command(app, argc, argv, [&] {
     if (*inspecting) return inspect(options);
     if (*verifying) return verify(options);
     if (*converting) return convert(options);
     return diff(options);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const std::exception& error) {
-    std::cerr << "fsdp-ckpt: " << ckpt::printable(error.what()) << "\n";
-    return kUsageExitCode;
-  }
+  });
 }

@@ -12,6 +12,8 @@
 #include <optional>
 #include <string>
 
+#include "base/size_text.h"
+#include "command_line.h"
 #include "checkpoint/output_file.h"
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
@@ -39,11 +41,10 @@ std::string json_of(const Plan& plan, const std::optional<PlannedTime>& time) {
 
 /// The smallest world that fits: a part of a host, or whole hosts.
 std::optional<Plan> smallest_of(const PlanQuestion& question, const std::function<Plan(std::int64_t ranks)>& plan_for) {
-  const auto memory = static_cast<std::int64_t>(question.memory);
   const auto per_host = std::max<std::int64_t>(question.ranks_per_host, 1);
-  const auto of_hosts = smallest_world(plan_for, memory, std::lcm(per_host, question.replicas));
+  const auto of_hosts = smallest_world(plan_for, question.memory, std::lcm(per_host, question.replicas));
   if (!of_hosts || of_hosts->ranks > per_host) return of_hosts;
-  const auto of_one = smallest_world(plan_for, memory, question.replicas, of_hosts->ranks);
+  const auto of_one = smallest_world(plan_for, question.memory, question.replicas, of_hosts->ranks);
   return of_one ? of_one : of_hosts;
 }
 
@@ -51,25 +52,26 @@ int run(const PlanQuestion& question) {
   if (!question.compared.empty()) return compare_plans(question.compared[0], question.compared[1]);
   if (question.model.empty() || question.ranks == 0) throw Error("give a model and --ranks, or --compare with two plans");
   at::set_num_threads(1);  // Nothing here is worth waking threads, which spin while they wait.
-  const auto model = model_of(question.model);
   if (question.ranks % question.replicas != 0) {
     throw Error(std::to_string(question.ranks) + " ranks do not divide by " + std::to_string(question.replicas) + " replicas");
   }
   if (question.shards_over_replicas && (question.replicas == 1 || question.placements != "optim_grads_params")) {
     throw Error("--hfsdp shards over replicas what is sharded over the ranks of one: give --replicas, and no other --placements");
   }
-  const auto memory = static_cast<std::int64_t>(question.memory);
-  const auto plan_for = [&](std::int64_t ranks) { return fsdp::plan(*model, sharding(question, ranks), step(question, *model)); };
+  const auto model = model_of(question.model, question.flops > 0 ? question.sequence : 0);
+  const auto plan_for = [&](std::int64_t ranks) {
+    return fsdp::plan(*model.module, sharding(question, model, ranks), step(question, model));
+  };
   const auto plan = plan_for(question.ranks);
-  const bool fits = question.memory == 0 || plan.fits(memory);
+  const bool fits = question.memory == 0 || plan.fits(question.memory);
   std::optional<PlannedTime> time;
-  if (question.flops > 0) time = time_of(question, plan, *model);
+  if (question.flops > 0) time = time_of(question, plan, model);
   std::cout << (question.json ? json_of(plan, time) + "\n" : plan.text() + (time ? text_of(*time) : ""));
   if (!question.svg.empty()) ckpt::write_output(question.svg, plan.svg());
   if (!question.json && question.memory != 0) {
-    std::cout << "\nIt " << (fits ? "fits" : "does not fit") << " into " << question.memory << " bytes"
+    std::cout << "\nIt " << (fits ? "fits" : "does not fit") << " into " << bytes_text(question.memory)
               << (question.activations == 0 ? ", without activations" : "") << ".\n";
-    std::cout << recommendations(question, *model, plan);
+    std::cout << recommendations(question, model, plan);
     const auto least = smallest_of(question, plan_for);
     const bool has_hosts = least && question.ranks_per_host > 1 && least->ranks > question.ranks_per_host;
     if (least) {
@@ -86,15 +88,15 @@ int run(const PlanQuestion& question) {
 std::function<int()> add_plan(CLI::App& command) {
   const auto options = std::make_shared<PlanQuestion>();
   command.add_option("model", options->model,
-                     "A config.json of Hugging Face, safetensors files or their index, or the folder of one of them");
-  command.add_option("--ranks", options->ranks, "All of them")->check(CLI::PositiveNumber);
+                     "A config.json of Hugging Face, which the transformers of FSDP_PYTHON (default: python3) reads; safetensors files or "
+                     "their index; or the folder of one of them");
+  command.add_option("--ranks", options->ranks, "All of them")->check(whole_number(1));
   command.add_option("--replicas", options->replicas, "How many rows of ranks have a copy of the model each (HSDP)")
-      ->check(CLI::PositiveNumber)
+      ->check(whole_number(1))
       ->capture_default_str();
   command.add_flag("--hfsdp", options->shards_over_replicas, "Shard main parameters and optimizer state over the replicas, too");
-  command.add_option("--ranks-per-host", options->ranks_per_host, "0: all are on one host")->capture_default_str();
-  command.add_option("--memory", options->memory, "Of each device, for the program, as in 80GB; the exit code says whether it fits")
-      ->transform(CLI::AsSizeValue(false));
+  command.add_option("--ranks-per-host", options->ranks_per_host, "0: all are on one host")->check(whole_number(0))->capture_default_str();
+  add_size(command, "--memory", options->memory, "Of each device, for the program, as in 80GB; the exit code says whether it fits");
   command.add_option("--device", options->device, "What the ranks compute on")
       ->check(CLI::IsMember({"cuda", "cpu"}))
       ->capture_default_str();
@@ -115,24 +117,20 @@ std::function<int()> add_plan(CLI::App& command) {
       ->capture_default_str();
   command.add_flag("--split-root", options->splits_root, "Make the embedding and the head units of their own, if they are not tied");
   command.add_flag("--keep", options->keeps, "Keep units gathered from forward to backward");
-  command.add_option("--keep-gathered", options->keep_gathered, "Keep so many bytes of them")->transform(CLI::AsSizeValue(false));
-  command.add_option("--prefetch", options->prefetch, "Units that are gathered ahead")->capture_default_str();
-  command.add_option("--activations", options->activations, "Bytes that autograd keeps of each block from forward to backward")
-      ->transform(CLI::AsSizeValue(false));
-  command.add_option("--flops", options->flops, "Operations of a device in a second, as 400e12: prints the time of a step, too")
-      ->check(CLI::PositiveNumber);
+  add_size(command, "--keep-gathered", options->keep_gathered, "Keep so many bytes of them");
+  command.add_option("--prefetch", options->prefetch, "Units that are gathered ahead")->check(whole_number(0))->capture_default_str();
+  add_size(command, "--activations", options->activations, "Bytes that autograd keeps of each block from forward to backward");
+  auto* flops = command.add_option("--flops", options->flops, "Operations of a device in a second, as 400e12: prints the time, too")
+                    ->check(positive_number());
   command.add_option("--batch", options->batch, "Sequences of a rank in a step, for the time")
-      ->check(CLI::PositiveNumber)
+      ->check(whole_number(1))
       ->capture_default_str();
-  auto* sequence = command.add_option("--sequence", options->sequence, "Tokens of a sequence, for the time")->check(CLI::PositiveNumber);
-  auto* rate =
-      command.add_option("--rate", options->rate, "Bytes that a rank sends in a second, as 50GB, of 10^9 bytes each, for the time")
-          ->transform(CLI::AsSizeValue(true));
-  command.get_option("--flops")->needs(sequence)->needs(rate);
-  command.add_option("--replicate-rate", options->replicate_rate, "The same between replicas; otherwise as --rate")
-      ->transform(CLI::AsSizeValue(true));
+  auto* sequence = command.add_option("--sequence", options->sequence, "Tokens of a sequence, for the time")->check(whole_number(1));
+  auto* rate = add_size(command, "--rate", options->rate, "What a rank sends in a second, as 50GB, for the time");
+  flops->needs(sequence)->needs(rate);
+  add_size(command, "--replicate-rate", options->replicate_rate, "The same between replicas; otherwise as --rate");
   command.add_option("--latency", options->latency_us, "Microseconds of each collective, for the time")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
   command.add_flag("--recompute", options->recomputes, "Blocks compute forward once more in backward (activation checkpointing)");
   command.add_option("--off", options->off, "By how much the rates may be off, for the range of the time")

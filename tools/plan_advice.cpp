@@ -3,11 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <iomanip>
 #include <utility>
 #include <vector>
 
 #include "base/classic_stream.h"
+#include "base/size_text.h"
 
 namespace fsdp::tools {
 namespace {
@@ -28,12 +28,10 @@ std::function<bool(PlanQuestion&)> set(Value PlanQuestion::*member, Value value)
 
 std::int64_t sent_by(const Plan& plan) { return plan.wire.all_gather_bytes + plan.wire.reduce_scatter_bytes; }
 
-double gib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 30); }
-
 }  // namespace
 
-std::string recommendations(const PlanQuestion& question, const torch::nn::Module& model, const Plan& plan) {
-  const auto memory = static_cast<std::int64_t>(question.memory);
+std::string recommendations(const PlanQuestion& question, const ModelShapes& model, const Plan& plan) {
+  const auto memory = question.memory;
   const bool fits = plan.fits(memory);
   const std::vector<Variant> less_memory = {
       {"without --keep", "units are gathered once more, for backward",
@@ -61,17 +59,18 @@ std::string recommendations(const PlanQuestion& question, const torch::nn::Modul
       {"with --reduce-dtype bf16", "gradients are sent in half as many bytes, and rounded",
        set<std::string>(&PlanQuestion::reduce_dtype, "bf16")},
   };
-  const auto plan_of = [&](const PlanQuestion& tried) { return fsdp::plan(model, sharding(tried, tried.ranks), step(tried, model)); };
+  const auto plan_of = [&](const PlanQuestion& tried) {
+    return fsdp::plan(*model.module, sharding(tried, model, tried.ranks), step(tried, model));
+  };
   ClassicStream<std::ostringstream> text;
-  text << std::fixed << std::setprecision(2);
   if (fits) {
     for (const auto& [option, why, apply] : less_sent) {
       auto tried = question;
       if (!apply(tried)) continue;
       const auto planned = plan_of(tried);
       if (!planned.fits(memory)) continue;
-      text << "It also fits " << option << ", in " << gib(planned.peak.device()) << " GiB: " << why;
-      if (sent_by(planned) < sent_by(plan)) text << "; a rank sends " << gib(sent_by(plan) - sent_by(planned)) << " GiB less";
+      text << "It also fits " << option << ", in " << size_text(planned.peak.device()) << ": " << why;
+      if (sent_by(planned) < sent_by(plan)) text << "; a rank sends " << size_text(sent_by(plan) - sent_by(planned)) << " less";
       text << ".\n";
     }
     return text.str();
@@ -97,7 +96,7 @@ std::string recommendations(const PlanQuestion& question, const torch::nn::Modul
         ++k;
       }
     }
-    text << "It fits in " << gib(with(chosen).peak.device()) << " GiB";
+    text << "It fits in " << size_text(with(chosen).peak.device());
     for (const auto& [option, why, apply] : chosen)
       text << (&option == &chosen.front().option ? " " : ", ") << option << " (" << why << ")";
     text << ".\n";

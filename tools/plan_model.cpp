@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <iostream>
 #include <map>
 #include <string>
 #include <string_view>
@@ -11,10 +12,10 @@
 #include <vector>
 
 #include "base/classic_stream.h"
+#include "checkpoint/printable.h"
 #include "checkpoint/safetensors.h"
 #include "fsdp/error.h"
-#include "plan/config_model.h"
-#include "plan_question.h"
+#include "named_modules.h"
 #include "state/scalar_type.h"
 
 namespace fsdp::tools {
@@ -40,13 +41,6 @@ struct InOrder {
   }
 };
 
-Path path_of(const std::string& name) {
-  Path path;
-  ClassicStream<std::istringstream> parts(name);
-  for (std::string part; std::getline(parts, part, '.');) path.push_back(part);
-  return path;
-}
-
 /// All files of a folder that has no index.
 std::vector<ckpt::SafetensorsFile> files_of(const fs::path& folder) {
   if (!fs::is_directory(folder) || ckpt::is_safetensors(folder)) return ckpt::read_safetensors(folder);
@@ -59,35 +53,7 @@ std::vector<ckpt::SafetensorsFile> files_of(const fs::path& folder) {
   return files;
 }
 
-/// The modules of a model that is known by the names of its parameters.
-class NamedModules {
- public:
-  /// Adds a parameter. The module that ends with the first number of its path is a unit.
-  void add(const Path& path, const at::Tensor& parameter) {
-    std::shared_ptr<planning::ConfigModule> module = root_;
-    std::string name;
-    bool in_unit = false;
-    for (std::size_t k = 0; k + 1 < path.size(); ++k) {
-      name += path[k] + ".";
-      auto& next = modules_[name];
-      const bool is_unit = !in_unit && is_number(path[k]);
-      if (!next && is_unit) next = module->register_module(path[k], std::make_shared<planning::ConfigLayer>(path[k]));
-      if (!next) next = module->register_module(path[k], std::make_shared<planning::ConfigModule>(path[k]));
-      in_unit = in_unit || is_unit;
-      module = next;
-    }
-    module->register_parameter(path.back(), parameter, /*requires_grad=*/parameter.is_floating_point());
-    module->is_embedding_or_head = module->is_embedding_or_head || (!in_unit && module != root_ && parameter.dim() == 2);
-  }
-
-  std::shared_ptr<torch::nn::Module> take() { return std::move(root_); }
-
- private:
-  std::shared_ptr<planning::ConfigModule> root_ = std::make_shared<planning::ConfigModule>("model");
-  std::map<std::string, std::shared_ptr<planning::ConfigModule>> modules_;  // by their names
-};
-
-std::shared_ptr<torch::nn::Module> model_of_safetensors(const fs::path& path) {
+ModelShapes model_of_safetensors(const fs::path& path) {
   std::map<Path, at::Tensor, InOrder> parameters;
   for (const auto& file : files_of(path)) {
     if (!file.not_there.empty()) {
@@ -101,20 +67,65 @@ std::shared_ptr<torch::nn::Module> model_of_safetensors(const fs::path& path) {
     }
   }
   NamedModules modules;
-  for (const auto& [name, parameter] : parameters) modules.add(name, parameter);
-  return modules.take();
+  ModelShapes model;
+  model.module = modules.root();
+  for (const auto& [names, parameter] : parameters) {
+    modules.add(names, parameter, /*trained=*/parameter.is_floating_point());
+    std::string name;
+    bool in_block = false;
+    for (std::size_t k = 0; k + 1 < names.size() && !in_block; ++k) {
+      name += (k == 0 ? "" : ".") + names[k];
+      in_block = is_number(names[k]);
+    }
+    if (in_block) {
+      model.blocks.insert(name);
+    } else if (!name.empty() && parameter.dim() == 2) {
+      model.embedding_and_head.insert(name);
+    }
+  }
+  return model;
+}
+
+bool has_safetensors(const fs::path& folder) {
+  return std::ranges::any_of(fs::directory_iterator(folder), [](const auto& entry) { return entry.path().extension() == ".safetensors"; });
 }
 
 }  // namespace
 
-std::shared_ptr<torch::nn::Module> model_of(const fs::path& path) {
+std::vector<std::string> path_of(const std::string& name) {
+  Path path;
+  ClassicStream<std::istringstream> parts(name);
+  for (std::string part; std::getline(parts, part, '.');) path.push_back(part);
+  return path;
+}
+
+void NamedModules::add(const Path& path, const at::Tensor& parameter, bool trained) {
+  auto module = root_;
+  std::string name;
+  for (std::size_t k = 0; k + 1 < path.size(); ++k) {
+    name += path[k] + ".";
+    auto& next = modules_[name];
+    if (!next) next = module->register_module(path[k], std::make_shared<torch::nn::Module>(path[k]));
+    module = next;
+  }
+  module->register_parameter(path.back(), parameter, trained);
+}
+
+ModelShapes model_of(const fs::path& path, std::int64_t tokens) {
   constexpr std::string_view kIndex = ".safetensors.index.json";
   if (fs::is_directory(path)) {
-    return fs::exists(path / "config.json") ? planning::model_of_config(read_text(path / "config.json")) : model_of_safetensors(path);
+    if (!fs::exists(path / "config.json")) return model_of_safetensors(path);
+    try {
+      return model_of_config(path / "config.json", tokens);
+    } catch (const NoTransformers& error) {
+      if (!has_safetensors(path)) throw;
+      std::cerr << "fsdp plan: planned from the safetensors headers, because " << ckpt::printable(error.what()) << "\n";
+      return model_of_safetensors(path);
+    }
   }
   if (path.string().ends_with(kIndex)) return model_of_safetensors(path.has_parent_path() ? path.parent_path() : fs::path("."));
   if (path.extension() == ".safetensors") return model_of_safetensors(path);
-  return planning::model_of_config(read_text(path));
+  return model_of_config(path, tokens);
 }
 
 }  // namespace fsdp::tools

@@ -6,7 +6,6 @@
 
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
-#include "plan/config_model.h"
 
 namespace fsdp::tools {
 namespace {
@@ -24,37 +23,32 @@ std::string read_text(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-FullyShardOptions sharding(const PlanQuestion& question, std::int64_t ranks) {
+FullyShardOptions sharding(const PlanQuestion& question, const ModelShapes& model, std::int64_t ranks) {
   std::vector<MeshDim> dims = {{"shard", ranks / question.replicas}};
   if (question.replicas > 1) dims.insert(dims.begin(), MeshDim{"replicate", question.replicas});
   const std::map<std::string, Offload> offloads = {{"none", Offload::kNone}, {"state", Offload::kOptimizerState}, {"all", Offload::kAll}};
   FullyShardOptions sharding;
   sharding.mesh = planned_device_mesh(question.device, dims, {.ranks_per_host = question.ranks_per_host});
-  sharding.units = [splits_root = question.splits_root](const std::string& /*name*/, const torch::nn::Module& module) {
-    if (dynamic_cast<const planning::ConfigLayer*>(&module) != nullptr) return true;
-    const auto* config_module = dynamic_cast<const planning::ConfigModule*>(&module);
-    return splits_root && config_module != nullptr && config_module->is_embedding_or_head;
+  sharding.units = [&model, splits_root = question.splits_root](const std::string& name, const torch::nn::Module& /*module*/) {
+    return model.blocks.contains(name) || (splits_root && model.embedding_and_head.contains(name));
   };
   sharding.placements = Placements::from_name(question.placements);
   if (question.shards_over_replicas) sharding.outer_placements = Placements::optim();
   sharding.mixed_precision =
       MixedPrecisionPolicy{.param_dtype = dtype_of(question.param_dtype), .grad_comm_dtype = dtype_of(question.reduce_dtype)};
   sharding.offload = offloads.at(question.offload);
-  sharding.keep_gathered_bytes = static_cast<std::int64_t>(question.keep_gathered);
+  sharding.keep_gathered_bytes = question.keep_gathered;
   sharding.reshard_after_forward = !question.keeps;
   sharding.prefetch_depth = question.prefetch;
   return sharding;
 }
 
-PlanOptions step(const PlanQuestion& question, const torch::nn::Module& model) {
+PlanOptions step(const PlanQuestion& question, const ModelShapes& model) {
   const std::map<std::string, PlannedOptimizer> optimizers = {
       {"adamw", PlannedOptimizer::kAdamW}, {"momentum", PlannedOptimizer::kSGDMomentum}, {"none", PlannedOptimizer::kNone}};
   PlanOptions step{.optimizer = optimizers.at(question.optimizer)};
   if (question.activations == 0) return step;
-  for (const auto& item : model.named_modules()) {
-    const bool is_block = dynamic_cast<const planning::ConfigLayer*>(item.value().get()) != nullptr;
-    if (is_block) step.activations[item.key()] = static_cast<std::int64_t>(question.activations);
-  }
+  for (const auto& block : model.blocks) step.activations[block] = question.activations;
   return step;
 }
 

@@ -8,28 +8,38 @@
 
 #include "base/classic_stream.h"
 #include "fsdp/error.h"
-#include "plan/config_model.h"
 #include "shard/unit_division.h"
 
 namespace fsdp::tools {
 namespace {
 
-/// How long a rank computes for each unit: a multiplication and an addition in forward, and twice as many in backward.
-std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const Plan& plan, const torch::nn::Module& model) {
-  std::map<std::string, UnitTime> times;
-  const auto tokens = static_cast<double>(question.batch * question.sequence);
-  for (const auto& item : model.named_modules()) {
-    const auto* module = dynamic_cast<const planning::ConfigModule*>(item.value().get());
-    if (module == nullptr || module->multiplications == 0) continue;
-    // Attention is causal: on average, a token looks at half of the sequence.
-    const double attention = module->attention_width * static_cast<double>(question.sequence);
-    const double forward_ms = 1e3 * 2 * tokens * (module->multiplications + attention) / question.flops;
-    const bool is_block = dynamic_cast<const planning::ConfigLayer*>(module) != nullptr;
-    const bool is_unit = std::ranges::find(plan.units, item.key(), &PlannedUnit::name) != plan.units.end();
-    times[is_unit ? item.key() : shard::shown("")] = {.forward_ms = forward_ms,
-                                                      .backward_ms = (is_block && question.recomputes ? 3 : 2) * forward_ms};
+/// The innermost of these units around a module, or the root.
+std::string unit_around(const std::string& name, const std::map<std::string, double>& units) {
+  for (auto end = name.rfind('.'); end != std::string::npos && end > 0; end = name.rfind('.', end - 1)) {
+    if (auto outer = name.substr(0, end); units.contains(outer)) return outer;
   }
-  if (times.empty()) throw Error("--flops needs the model's config.json: shapes alone do not say how often a weight is used");
+  return shard::shown("");
+}
+
+/// How long a rank computes for each unit. Backward takes two times as long as forward.
+std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const Plan& plan, const ModelShapes& model) {
+  if (model.operations.empty()) {
+    throw Error("--flops needs the model's config.json and a Python with transformers: shapes alone do not say how often a weight is used");
+  }
+  std::map<std::string, double> own;  // Without those of units within.
+  for (const auto& unit : plan.units) own[unit.name] = 0;
+  for (const auto& [name, operations] : model.operations) {
+    const auto unit = shard::shown(name);
+    if (!own.contains(unit)) continue;  // The embedding or the head, which the root has.
+    own[unit] += operations;
+    if (!name.empty()) own[unit_around(name, own)] -= operations;
+  }
+  std::map<std::string, UnitTime> times;
+  for (const auto& [unit, operations] : own) {
+    const double forward_ms = 1e3 * static_cast<double>(question.batch) * std::max(operations, 0.0) / question.flops;
+    const bool recomputes = question.recomputes && model.blocks.contains(unit);
+    times[unit] = {.forward_ms = forward_ms, .backward_ms = (recomputes ? 3 : 2) * forward_ms};
+  }
   return times;
 }
 
@@ -45,7 +55,7 @@ Simulation simulated(const PlanQuestion& question, const Plan& plan, std::map<st
 
 }  // namespace
 
-PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const torch::nn::Module& model) {
+PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const ModelShapes& model) {
   const auto units = unit_times(question, plan, model);
   const auto middle = simulated(question, plan, units, 1);
   return {.middle = middle,

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <torch/nn/module.h>
-
 #include <string>
 
 #include "fsdp/plan.h"
 #include "fsdp/simulate.h"
+#include "plan_model.h"
 #include "plan_question.h"
 
 namespace fsdp::tools {
@@ -19,7 +18,7 @@ struct PlannedTime {
 };
 
 /// Simulates steps with the rates of the question.
-PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const torch::nn::Module& model);
+PlannedTime time_of(const PlanQuestion& question, const Plan& plan, const ModelShapes& model);
 /// One line about it, for people.
 std::string text_of(const PlannedTime& time);
 

@@ -21,7 +21,7 @@ fsdp::FullyShardOptions sharding_of(const Options& options, const fsdp::DeviceMe
                                    .placements = fsdp::Placements::from_name(options.strategy),
                                    .outer_placements = fsdp::Placements::from_name(options.outer_strategy),
                                    .reshard_after_forward = !options.no_reshard_after_forward,
-                                   .keep_gathered_bytes = options.keep_gathered_mib << 20,
+                                   .keep_gathered_bytes = options.keep_gathered_bytes,
                                    .prefetch_depth = options.prefetch,
                                    .offload = options.offload == "all"         ? fsdp::Offload::kAll
                                               : options.offload == "optimizer" ? fsdp::Offload::kOptimizerState

@@ -1,6 +1,8 @@
 #include "train_gpt/options.h"
 
+#include <fsdp/error.h>
 #include <fsdp/launch.h>
+#include <fsdp/size.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -53,10 +55,8 @@ void validate(const Options& options) {
   require(options.accumulate > 0 && options.outer > 0, "--accumulate and --outer must be positive");
   require(options.outer_strategy == "no_shard" || (options.outer > 1 && options.strategy == "optim_grads_params"),
           "--outer-strategy optim needs --outer of at least 2 and --strategy optim_grads_params");
-  require(options.keep_gathered_mib >= 0, "--keep-gathered-mib must be at least 0");
-  require(
-      options.keep_gathered_mib == 0 || (options.strategy == "optim_grads_params" && !options.no_reshard_after_forward),
-      "--keep-gathered-mib needs --strategy optim_grads_params without --no-reshard-after-forward: otherwise all parameters stay gathered");
+  require(options.keep_gathered_bytes == 0 || (options.strategy == "optim_grads_params" && !options.no_reshard_after_forward),
+          "--keep-gathered needs --strategy optim_grads_params without --no-reshard-after-forward: otherwise all parameters stay gathered");
   require(!options.no_reshard_after_forward || options.strategy == "optim_grads_params",
           "--no-reshard-after-forward needs --strategy optim_grads_params: with " + options.strategy + ", parameters stay whole anyway");
 }
@@ -118,7 +118,9 @@ void add_options(CLI::App& app, Options& options) {
   option("--offload", options.offload, "To host memory: the optimizer's state, or all that lasts; then the CPU updates")
       ->check(CLI::IsMember({"none", "optimizer", "all"}))
       ->group("Sharding");
-  option("--keep-gathered-mib", options.keep_gathered_mib, "So much of gathered parameters stays between forward and backward")
+  app.add_option_function<std::string>(
+         "--keep-gathered", [&options](const std::string& size) { options.keep_gathered_bytes = fsdp::parse_size(size); },
+         "So much of gathered parameters stays between forward and backward, as in 500MB (default: 0B)")
       ->group("Sharding");
   app.add_flag("--no-reshard-after-forward", options.no_reshard_after_forward, "Keep gathered parameters between forward and backward")
       ->group("Sharding");
@@ -218,6 +220,8 @@ std::optional<Options> parse(int argc, char** argv) {
     app.exit(help);
     return std::nullopt;
   } catch (const CLI::Error& error) {
+    throw UsageError(error.what());
+  } catch (const fsdp::Error& error) {  // of a size
     throw UsageError(error.what());
   }
   return options;

@@ -30,7 +30,7 @@ struct Options {
   std::string wire_dtype = "fp32";
   bool float8_gather = false;
   std::string offload = "none";
-  std::int64_t keep_gathered_mib = 0;
+  std::int64_t keep_gathered_bytes = 0;
   bool no_reshard_after_forward = false;
   int prefetch = 1;
   std::uint64_t seed = 1;

@@ -29,6 +29,7 @@
 #include "fsdp/replay_check.h"           // finding data that a machine has corrupted
 #include "fsdp/save_load.h"              // checkpoints
 #include "fsdp/simulate.h"               // how long a planned step takes, on all ranks
+#include "fsdp/size.h"                   // sizes in bytes, as "80GB"
 #include "fsdp/stats.h"                  // memory and wire accounting
 #include "fsdp/step_report.h"            // where the time of steps went
 #include "fsdp/stop_requested.h"         // ending well by Ctrl-C and SIGTERM

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from libfsdp import _C
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -54,6 +56,24 @@ def check_number(name: str, value: Any) -> float:
     if hasattr(type(value), "__float__") and not (isinstance(value, torch.Tensor) and value.numel() != 1):
         return float(value)
     refuse(name, value, "a number")
+
+
+def as_bytes(name: str, value: Any) -> int:
+    """Returns a size in bytes, which may be a whole number, also as a float (80e9), or a text such as "80GB" or "1.5GiB".
+
+    Texts are read as in the commands and in C++ (``fsdp::parse_size``).
+    """
+    if isinstance(value, str):
+        try:
+            return _C.parse_size(value)
+        except _C.Error as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(name, value, "a whole number of bytes, or a size such as '80GB' or '1.5GiB'")
+    check_bytes(name, value)
+    return int(value)
 
 
 def check_bytes(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from libfsdp._arguments import check_bytes, refuse
+from libfsdp._arguments import as_bytes, refuse
 from libfsdp._model import states_in
 from libfsdp._recomputation import recomputes
 from libfsdp._statistics import explain
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int) -> None:
+def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | float | str] | int | float | str) -> None:
     """Chooses again what a memory budget leaves open, with activations that steps have measured.
 
     Collective: call it between steps, on all ranks of the mesh. Of each number, the largest that any rank gives counts, so that all
@@ -66,26 +66,25 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int] | int
     model.explanation = model.choose(replace(budget, activations=dict(zip(names, largest, strict=True))))
 
 
-def _by_unit(names: list[str], activations: Mapping[str, int] | int, *, recompute: bool) -> dict[str, int]:
+def _by_unit(names: list[str], activations: Mapping[str, int | float | str] | int | float | str, *, recompute: bool) -> dict[str, int]:
     """Returns the bytes of each unit."""
-    if isinstance(activations, int):
-        check_bytes("activations", activations)
+    if isinstance(activations, (int, float, str)):
+        total = as_bytes("activations", activations)
         if recompute:
             raise ValueError(
                 "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by "
                 "the names of units"
             )
         below = [name for name in names if name != "(root)"] or names
-        share, rest = divmod(activations, len(below))
+        share, rest = divmod(total, len(below))
         return {name: share + (k < rest) for k, name in enumerate(below)}
     if not hasattr(activations, "items"):
         refuse("activations", activations, "bytes by the names of units, or a whole number of bytes")
-    for name, count in activations.items():
-        check_bytes(f"activations['{name}']", count)
-    unknown = sorted(set(activations) - set(names))
+    sizes = {name: as_bytes(f"activations['{name}']", count) for name, count in activations.items()}
+    unknown = sorted(set(sizes) - set(names))
     if unknown:
         raise ValueError(f"activations are given for {unknown}, which are no units: they are {names}")
-    return dict(activations)
+    return sizes
 
 
 def _largest_of_ranks(mesh: DeviceMesh, device: torch.device, numbers: list[int]) -> list[int]:

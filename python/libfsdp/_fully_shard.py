@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
 from libfsdp._arguments import (
-    check_bytes,
+    as_bytes,
     check_flags,
     check_functions,
     check_ignored,
@@ -75,8 +75,8 @@ def fully_shard(
     placements: str = "optim_grads_params",
     outer_placements: str = "no_shard",
     gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None,
-    keep_gathered_bytes: int = 0,
-    memory_budget: MemoryBudget | int | None = None,
+    keep_gathered_bytes: int | float | str = 0,
+    memory_budget: MemoryBudget | int | float | str | None = None,
     report_nan_in_param_grad: bool = False,
     follow_grad_dtype: bool | None = None,
     main_params_dtype: torch.dtype | None = None,
@@ -115,7 +115,8 @@ def fully_shard(
             computation.
         keep_gathered_bytes: the number of bytes of whole parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
-        memory_budget: how many bytes of its device each rank may use, as a number or a :class:`MemoryBudget`. At the first
+        memory_budget: how many bytes of its device each rank may use, as a number, a size such as "60GiB" (60 * 2**30) or
+            "60GB" (60 * 10**9), or a :class:`MemoryBudget`. At the first
             forward, it is chosen from a plan which units stay gathered between forward and backward (those that save most
             communication), and, only if nothing else fits, which units recompute, of those that the budget names, and that
             fewer units are gathered ahead. :func:`explain` says what was chosen. If nothing fits, that forward raises ``Error``
@@ -152,7 +153,7 @@ def fully_shard(
     check_mesh(mesh)
     mp_policy, offloads = check_policies(mp_policy, offload_policy)
     check_functions(shard_placement_fn=shard_placement_fn, gather_format=gather_format)
-    check_bytes("keep_gathered_bytes", keep_gathered_bytes)
+    kept = as_bytes("keep_gathered_bytes", keep_gathered_bytes)
     budget = check_budget(memory_budget)
     check_flags(report_nan_in_param_grad=report_nan_in_param_grad, follow_grad_dtype=follow_grad_dtype or False)
     ignored = check_ignored(ignored_params)
@@ -169,7 +170,7 @@ def fully_shard(
         spmd=spmd,
         gather_format=gather_format,
         follow_grad_dtype=follow_grad_dtype,
-        keep_gathered_bytes=keep_gathered_bytes,
+        keep_gathered_bytes=kept,
         memory_budget=budget,
         report_nan=report_nan_in_param_grad,
         main_params_dtype=main_params_dtype,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from libfsdp._arguments import check_bytes, refuse
+from libfsdp._arguments import as_bytes, check_bytes, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MemoryBudget:
     """How much memory of its device each rank may use for a model, and what is assumed of a training step.
 
@@ -27,30 +27,47 @@ class MemoryBudget:
     """
 
     bytes: int
-    optimizer_values: int = 2
-    activations: Mapping[str, int] = field(default_factory=dict)
-    recomputable: Mapping[str, int] = field(default_factory=dict)
+    optimizer_values: int
+    activations: Mapping[str, int]
+    recomputable: Mapping[str, int]
+
+    def __init__(
+        self,
+        bytes: int | float | str,
+        optimizer_values: int = 2,
+        activations: Mapping[str, int | float | str] | None = None,
+        recomputable: Mapping[str, int | float | str] | None = None,
+    ) -> None:
+        """Sizes are whole numbers of bytes (also as 60e9), or texts such as "60GB" and "1.5GiB".
+
+        KB, MB, GB and TB are powers of 1000, and KiB, MiB, GiB and TiB are powers of 1024.
+
+        Raises:
+            TypeError: for values that are neither.
+            ValueError: for texts that are no sizes, negative sizes, and a budget of less than one byte.
+        """
+        size = as_bytes("memory_budget", bytes)
+        if size < 1:
+            raise ValueError(f"memory_budget is {size}; give how many bytes of its device a rank may use")
+        check_bytes("memory_budget.optimizer_values", optimizer_values)
+        object.__setattr__(self, "bytes", size)
+        object.__setattr__(self, "optimizer_values", optimizer_values)
+        for name, given in (("activations", activations), ("recomputable", recomputable)):
+            of_units = {
+                unit: as_bytes(f"memory_budget.{name}['{unit}']", value) for unit, value in (given or {}).items()
+            }
+            object.__setattr__(self, name, of_units)
 
 
-def check_budget(budget: MemoryBudget | int | None) -> MemoryBudget | None:
+def check_budget(budget: MemoryBudget | int | float | str | None) -> MemoryBudget | None:
     """Returns the budget that an argument stands for.
 
     Raises:
-        TypeError: if it is neither a number of bytes nor a MemoryBudget.
-        ValueError: if it is less than one byte.
+        TypeError: if it is neither a size in bytes nor a MemoryBudget.
+        ValueError: as for MemoryBudget.
     """
-    if budget is None:
-        return None
-    if isinstance(budget, int) and not isinstance(budget, bool):
-        budget = MemoryBudget(budget)
-    if not isinstance(budget, MemoryBudget):
-        refuse("memory_budget", budget, "a whole number of bytes, a MemoryBudget, or None")
-    check_bytes("memory_budget", budget.bytes)
-    check_bytes("memory_budget.optimizer_values", budget.optimizer_values)
-    for name, count in budget.activations.items():
-        check_bytes(f"memory_budget.activations['{name}']", count)
-    for name, count in budget.recomputable.items():
-        check_bytes(f"memory_budget.recomputable['{name}']", count)
-    if budget.bytes < 1:
-        raise ValueError(f"memory_budget is {budget.bytes}; give how many bytes of its device a rank may use")
-    return budget
+    if budget is None or isinstance(budget, MemoryBudget):
+        return budget
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        refuse("memory_budget", budget, "a size in bytes (60e9 or '60GiB'), a MemoryBudget, or None")
+    return MemoryBudget(budget)

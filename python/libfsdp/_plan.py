@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
 from libfsdp._activations import kept_by_unit
-from libfsdp._arguments import check_bytes, check_functions, check_ignored, check_policies, refuse
+from libfsdp._arguments import as_bytes, check_bytes, check_functions, check_ignored, check_policies, refuse
 from libfsdp._making import make_unit
 from libfsdp._mesh import ShardingMesh
 from libfsdp._placement import dimension_of
@@ -161,12 +161,12 @@ class Plan:
     fsdp2_moment: str | None
     _planned: _C.Plan = field(repr=False, compare=False)
 
-    def fits(self, memory: int) -> bool:
-        """True if a device with this many bytes for the program can hold the peak.
+    def fits(self, memory: int | float | str) -> bool:
+        """True if a device with this many bytes for the program, also as "80GB" or "80GiB", can hold the peak.
 
         What torch's allocator and the device's driver need beside it is not in the plan.
         """
-        return self.peak["device"] <= memory
+        return self.peak["device"] <= as_bytes("memory", memory)
 
     def json(self) -> str:
         """Returns all of the plan as a JSON object, in bytes."""
@@ -225,12 +225,12 @@ class Plan:
         """Returns a chart of the memory at the peak, one over the step, and the table of the rest, for a notebook."""
         whole = max(self.peak["device"], 1)
         rows = [
-            f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{count / 2**20:,.1f} MiB</td>"
+            f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{_C.size_text(count)}</td>"
             f"<td><div style='background:#4a7ebb;height:0.8em;width:{300 * count / whole:.0f}px'></div></td></tr>"
             for name, count in self.peak.items()
             if count and name not in ("device", "host")
         ]
-        title = f"{self.ranks:,} ranks: {whole / 2**20:,.1f} MiB of a device, in {html.escape(self.moment)}"
+        title = f"{self.ranks:,} ranks: {_C.size_text(whole)} of a device, in {html.escape(self.moment)}"
         return (
             f"<div><b>{title}</b><table>{''.join(rows)}</table>{self.svg()}"
             f"<details><summary>all</summary><pre>{html.escape(str(self))}</pre></details></div>"
@@ -304,7 +304,7 @@ def plan(
     units: Units | None = None,
     optimizer_values: int = 2,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
-    activations: Mapping[str, int] | None = None,
+    activations: Mapping[str, int | float | str] | None = None,
     prefetch_depth: int = 1,
     **options: Any,
 ) -> Plan:
@@ -348,15 +348,14 @@ def plan(
     if not (inputs is None or isinstance(inputs, tuple | Mapping)):
         refuse("inputs", inputs, "a tuple of arguments, or arguments by their names")
     check_bytes("optimizer_values", optimizer_values)
-    for unit_name, count in (activations or {}).items():
-        check_bytes(f"activations['{unit_name}']", count)
+    measured = {name: as_bytes(f"activations['{name}']", count) for name, count in (activations or {}).items()}
     unknown = set(options) - _OPTIONS
     if unknown:
         refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS)}")
     ranks = _PlannedRanks(mesh=_Sizes(mesh.sizes), engine_mesh=mesh._of_engine(), sizes=mesh.sizes)
     of_units = _sharding_options(options, ranks)
     walk = UnitOrder(module, _predicate(units), check_ignored(options.get("ignored_params")))
-    no_units = set(activations or {}) - set(walk.names)
+    no_units = set(measured) - set(walk.names)
     if no_units:
         raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
     dim_of = _dim_of(options.get("shard_placement_fn"), ranks, of_units)
@@ -365,7 +364,7 @@ def plan(
     if inputs is not None:
         of_names = dict(zip(walk.names, walk.modules, strict=True))
         kept, of_inputs = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
-    kept |= activations or {}
+    kept |= measured
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
     positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
     places: dict[tuple[int, int], tuple[int, int]] = {}  # of parameters: in which of these, and where there
@@ -407,7 +406,7 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
     """Checks the options as fully_shard does."""
     mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
     offload_policy = given.get("offload_policy", OffloadPolicy())
-    keep_gathered_bytes = given.get("keep_gathered_bytes", 0)
+    keep_gathered_bytes = as_bytes("keep_gathered_bytes", given.get("keep_gathered_bytes", 0))
     placements = given.get("placements", "optim_grads_params")
     outer_placements = given.get("outer_placements", "no_shard")
     mp_policy, offload_policy = check_policies(mp_policy, offload_policy)
@@ -415,7 +414,6 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
         shard_placement_fn=given.get("shard_placement_fn"),
         gather_format=given.get("gather_format"),
     )
-    check_bytes("keep_gathered_bytes", keep_gathered_bytes)
     check_placements(placements, outer_placements)
     options = ShardingOptions(
         reshard_after_forward=given.get("reshard_after_forward"),

@@ -14,10 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "base/size_text.h"
 #include "bindings/bindings.h"
 #include "bindings/planned_units.h"
 #include "fsdp/goodput.h"
 #include "fsdp/simulate.h"
+#include "fsdp/size.h"
 #include "hooks/hooked_model.h"
 #include "plan/fsdp2_memory.h"
 #include "plan/planned_step.h"
@@ -95,6 +97,9 @@ DeviceMesh planned_mesh(const std::string& device_type, const std::vector<std::s
 }  // namespace
 
 void bind_plan(py::module_& module) {
+  module.def(
+      "parse_size", [](const std::string& text) { return parse_size(text); }, py::arg("text"));
+  module.def("size_text", &size_text, py::arg("bytes"));
   module.def("planned_mesh", &planned_mesh, py::arg("device_type"), py::arg("dims"), py::arg("sizes"), py::kw_only(),
              py::arg("ranks_per_host"), py::arg("shared_memory"), py::arg("rank"), "A mesh that need not exist, for plan().");
   module.def("plan", &plan, py::arg("mesh"), py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("optimizer_values"),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/size_text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::planning {
@@ -10,8 +11,6 @@ namespace {
 
 /// Plans made to find what stays. Where units have a few sizes, the first or second one fits.
 constexpr int kMostPlans = 32;
-
-std::string bytes_text(std::int64_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 std::string options_text(const Budget& budget, const Choice& choice) {
   return "prefetch_depth " + std::to_string(choice.prefetch_depth) +

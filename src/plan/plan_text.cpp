@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/classic_stream.h"
+#include "base/size_text.h"
 #include "fsdp/plan.h"
 
 namespace fsdp {
@@ -20,8 +21,6 @@ std::string in_units(double value, double step, const std::vector<const char*>& 
   }
   return with_decimals(value, unit == 0 ? 0 : 2) + (*units[unit] == '\0' ? "" : " ") + units[unit];
 }
-
-std::string bytes_text(std::int64_t bytes) { return in_units(static_cast<double>(bytes), 1024, {"B", "KiB", "MiB", "GiB", "TiB"}); }
 
 /// Columns as wide as their widest entries. The first one is text, and the others are numbers.
 std::string table(const std::vector<Line>& rows) {
@@ -83,9 +82,9 @@ std::vector<Line> unit_rows(const Plan& plan) {
     const auto& unit = plan.units[first];
     const auto count = end - first;
     const auto name = count == 1 ? unit.name : unit.name + " to " + plan.units[end - 1].name + " (" + std::to_string(count) + ", each)";
-    rows.push_back({name, in_units(static_cast<double>(unit.elements), 1000, {"", "K", "M", "B"}), bytes_text(unit.main_parameters),
-                    bytes_text(unit.main_gradients), bytes_text(unit.optimizer_state), bytes_text(unit.gathered),
-                    bytes_text(unit.unreduced), bytes_text(unit.communication), bytes_text(unit.padding)});
+    rows.push_back({name, in_units(static_cast<double>(unit.elements), 1000, {"", "K", "M", "B"}), size_text(unit.main_parameters),
+                    size_text(unit.main_gradients), size_text(unit.optimizer_state), size_text(unit.gathered), size_text(unit.unreduced),
+                    size_text(unit.communication), size_text(unit.padding)});
     first = end;
   }
   return rows;
@@ -131,11 +130,11 @@ std::string memory_table(const Plan& plan) {
   std::vector<std::string> bars = {""};
   if (plan.fsdp2) rows[0].emplace_back("FSDP2");
   const auto add = [&](const char* name, std::int64_t at_peak, const std::string& most, std::int64_t fsdp2) {
-    rows.push_back({name, bytes_text(at_peak), most});
-    if (plan.fsdp2) rows.back().push_back(bytes_text(fsdp2));
+    rows.push_back({name, size_text(at_peak), most});
+    if (plan.fsdp2) rows.back().push_back(size_text(fsdp2));
   };
   for (const auto& [name, at_peak, most, fsdp2] : kinds_of(plan)) {
-    add(name, at_peak, bytes_text(most), fsdp2);
+    add(name, at_peak, size_text(most), fsdp2);
     bars.push_back(at_peak > 0 ? bar(at_peak, plan.peak.device()) : "");
   }
   const auto width = std::ranges::max_element(bars, {}, &std::string::size)->size();
@@ -144,7 +143,7 @@ std::string memory_table(const Plan& plan) {
   const auto host_of_fsdp2 = plan.fsdp2 ? plan.fsdp2->peak.host : 0;
   auto host = std::max(plan.memory.host.peak, plan.peak.host);
   for (const auto& moment : plan.moments) host = std::max(host, moment.most.host);
-  if (host > 0) add("host", plan.peak.host, bytes_text(host), host_of_fsdp2);
+  if (host > 0) add("host", plan.peak.host, size_text(host), host_of_fsdp2);
   auto text = table(rows);
   if (plan.fsdp2) text += "  (FSDP2 has its peak in " + plan.fsdp2->moment + ".)\n";
   return text;
@@ -160,8 +159,8 @@ std::string Plan::text() const {
   text += memory_table(*this) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
   std::vector<Line> rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
   for (const auto& link : links) {
-    rows.push_back({link.dim, std::to_string(link.ranks), bytes_text(link.sent.all_gather_bytes),
-                    bytes_text(link.sent.reduce_scatter_bytes), bytes_text(link.sent.control_bytes)});
+    rows.push_back({link.dim, std::to_string(link.ranks), size_text(link.sent.all_gather_bytes), size_text(link.sent.reduce_scatter_bytes),
+                    size_text(link.sent.control_bytes)});
   }
   return text + table(rows);
 }

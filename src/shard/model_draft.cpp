@@ -286,7 +286,7 @@ void validate(const FullyShardOptions& options) {
   }
   if (options.memory_budget && options.memory_budget->bytes < 1) {
     throw Error("memory_budget " + std::to_string(options.memory_budget->bytes) +
-                " bytes; give how many bytes of its device a rank may use");
+                " bytes; give how many bytes of its device a rank may use, as parse_size(\"60GiB\")");
   }
   if (options.memory_budget) {
     for (const auto* bytes : {&options.memory_budget->planned.activations, &options.memory_budget->recomputable}) {

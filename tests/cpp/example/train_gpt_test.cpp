@@ -143,7 +143,7 @@ TEST_F(TrainGpt, MeshesDtypesAndOptimizersAreOptions) {
   EXPECT_EQ(train("checkpoint", {"--checkpoint"}), plain);
   EXPECT_EQ(train("offload", {"--offload", "all"}), plain);
   EXPECT_EQ(train("offload_optimizer", {"--offload", "optimizer"}), plain);
-  EXPECT_EQ(train("keep_gathered", {"--keep-gathered-mib", "1"}), plain);
+  EXPECT_EQ(train("keep_gathered", {"--keep-gathered", "1MiB"}), plain);
   const auto expect_near = [&](const std::vector<double>& values, const std::vector<double>& expected, double tolerance) {
     ASSERT_EQ(values.size(), expected.size());
     for (std::size_t i = 0; i < values.size(); ++i) EXPECT_NEAR(values[i], expected[i], tolerance) << "step " << i + 1;

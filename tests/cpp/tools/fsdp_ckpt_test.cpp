@@ -92,12 +92,12 @@ TEST_F(FsdpCkpt, Inspects) {
     EXPECT_NE(output.find(line), std::string::npos) << line << "\nis not in\n" << output;
   };
   expect("dcp: torch.distributed.checkpoint, without checksums (written by Python)\n2 files\n  .metadata");
-  expect("7 tensors, 4,400,112 bytes\n  model.large.weight  float32   [1100, 1000]  1 part  4,400,000 bytes\n");
+  expect("7 tensors, 4400112 bytes (4.20 MiB)\n  model.large.weight  float32   [1100, 1000]  1 part  4400000 bytes (4.20 MiB)\n");
   expect("  model.half          float16   [3, 5]        1 part  30 bytes\n");
   expect("  model.scalar        float32   []            1 part  4 bytes\n");
   expect("2 values\n  step  7\n  name  'a \\'run\\'\\x0a'\n");
   expect_part("inspect two_ranks", "columns  int64    [2, 4]  2 parts  64 bytes");
-  expect_part("inspect python.safetensors", "6 tensors, 4,400,096 bytes\n");
+  expect_part("inspect python.safetensors", "6 tensors, 4400096 bytes (4.20 MiB)\n");
   expect_error("inspect nowhere", "there is no checkpoint nowhere");
 }
 
@@ -193,11 +193,11 @@ TEST_F(FsdpCkpt, ConvertReplacesNothing) {
 }
 
 TEST_F(FsdpCkpt, ConvertsBothWays) {
-  expect_output("convert dcp one", "one: 6 tensors, 4,400,096 bytes; left out: 3 items that are no tensors below 'model.'\n");
-  expect_output("convert python.safetensors back", "back: 6 tensors, 4,400,096 bytes\n");
+  expect_output("convert dcp one", "one: 6 tensors, 4400096 bytes (4.20 MiB); left out: 3 items that are no tensors below 'model.'\n");
+  expect_output("convert python.safetensors back", "back: 6 tensors, 4400096 bytes (4.20 MiB)\n");
   for (const std::string more :
-       {"dcp many --max-file-size 40", "dcp bfloat16 --dtype bf16", "dcp float16 --dtype fp16", "dcp float32 --dtype fp32",
-        "two_ranks two_ranks_converted --prefix ''", "many back_many --prefix net. --max-file-size 50"}) {
+       {"dcp many --max-file-size 40B", "dcp bfloat16 --dtype bf16", "dcp float16 --dtype fp16", "dcp float32 --dtype fp32",
+        "two_ranks two_ranks_converted --prefix ''", "many back_many --prefix net. --max-file-size 50B"}) {
     EXPECT_EQ(run("convert " + more).exit_code, 0) << more;
   }
   python("check_converted");
@@ -207,7 +207,7 @@ TEST_F(FsdpCkpt, ConvertsBothWays) {
 
   expect_error("convert dcp none --prefix net.", "dcp has no tensor whose name begins with 'net.'");
   expect_error("convert dcp one", "one is there already");
-  expect_error("convert dcp none --max-file-size 0", "must be positive");
+  expect_error("convert dcp none --max-file-size 0B", "must be positive");
   expect_error("convert dcp none --dtype int8", "--dtype");
   expect_error("convert nowhere none", "there is no checkpoint nowhere");
   // What fails leaves nothing.
@@ -251,7 +251,7 @@ TEST_F(FsdpCkpt, ListsDifferences) {
 TEST_F(FsdpCkpt, ExplainsItself) {
   expect_part("--help", "inspect");
   expect_part("convert --help", "--max-file-size");
-  expect_error("", "no command was given; these are there: inspect verify convert diff");
+  expect_error("convert dcp none --max-file-size 40", "--max-file-size: '40' is no size");
   expect_error("inspekt dcp", "there is no command 'inspekt'; these are there: inspect verify convert diff");
   expect_error("inspect", "path is required");
 }

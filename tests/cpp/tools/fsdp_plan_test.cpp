@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "support/temporary_folder.h"
 #include "test_paths.h"
@@ -29,24 +31,69 @@ std::string read(const std::filesystem::path& path) {
   return text.str();
 }
 
+/// The sizes of a Llama with 1024 elements of keys.
+struct Llama {
+  std::int64_t width = 0;
+  std::int64_t hidden = 0;
+  std::int64_t words = 0;
+  std::int64_t layers = 0;
+  bool tied = false;
+};
+
+constexpr std::int64_t kTokens = 8192;
+
+/// What tools/describe_config.py prints of it.
+nlohmann::json description_of(const Llama& llama) {
+  const auto [width, hidden, words, layers, tied] = llama;
+  nlohmann::json found = {{"parameters", nlohmann::json::array()}, {"blocks", nlohmann::json::array()}};
+  found["embedding_and_head"] = nlohmann::json::array();
+  const auto add = [&](const std::string& name, const std::vector<std::int64_t>& shape, const std::string& same_as = "") {
+    found["parameters"].push_back({{"name", name}, {"shape", shape}, {"trained", true}, {"same_as", same_as.empty() ? name : same_as}});
+  };
+  const double of_block = 2.0 * kTokens * (2 * width * width + 2 * width * 1024 + 3 * width * hidden + width * kTokens);
+  const double of_head = 2.0 * kTokens * width * words;
+  add("model.embed_tokens.weight", {words, width});
+  for (std::int64_t k = 0; k < layers; ++k) {
+    const auto block = "model.layers." + std::to_string(k);
+    for (const char* name : {"q_proj", "o_proj"}) add(block + ".self_attn." + name + ".weight", {width, width});
+    for (const char* name : {"k_proj", "v_proj"}) add(block + ".self_attn." + name + ".weight", {1024, width});
+    for (const char* name : {"gate_proj", "up_proj"}) add(block + ".mlp." + name + ".weight", {hidden, width});
+    add(block + ".mlp.down_proj.weight", {width, hidden});
+    for (const char* name : {"input_layernorm", "post_attention_layernorm"}) add(block + "." + name + ".weight", {width});
+    found["blocks"].push_back(block);
+    found["operations"][block] = of_block;
+  }
+  add("model.norm.weight", {width});
+  add("lm_head.weight", {words, width}, tied ? "model.embed_tokens.weight" : "");
+  if (!tied) found["embedding_and_head"] = {"model.embed_tokens", "lm_head"};
+  if (!tied) found["operations"].update({{"model.embed_tokens", 0.0}, {"lm_head", of_head}});
+  found["operations"][""] = static_cast<double>(layers) * of_block + of_head;
+  return found;
+}
+
+/// A stand-in for Python with transformers prints the descriptions: that takes seconds less, and tests/python has the real one.
 class FsdpPlan : public ::testing::Test {
  protected:
   FsdpPlan() {
-    std::ofstream(folder_.path() / "config.json")
-        << R"({"model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-               "num_attention_heads": 128, "num_key_value_heads": 8})";
-    std::ofstream(folder_.path() / "small.json")
-        << R"({"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 6,
-               "num_attention_heads": 32, "num_key_value_heads": 8})";
+    describe("config.json", {.width = 16384, .hidden = 53248, .words = 128256, .layers = 126});
+    describe("small.json", kSmall);
+    std::ofstream(folder_.path() / "python") << "#!/bin/sh\ncat \"$3.description\"\n";
+    std::filesystem::permissions(folder_.path() / "python", std::filesystem::perms::owner_all);
   }
 
-  Outcome run(const std::string& arguments) const {
-    const std::string line =
-        "cd '" + folder_.path().string() + "' && timeout 60 '" + testing::kFsdp + "' plan " + arguments + " >out 2>err";
+  void describe(const std::string& name, const Llama& llama) const {
+    std::ofstream(folder_.path() / name) << "{}";
+    std::ofstream(folder_.path() / (name + ".description")) << description_of(llama);
+  }
+
+  Outcome run(const std::string& arguments, const std::string& python = "./python") const {
+    const std::string line = "cd '" + folder_.path().string() + "' && FSDP_PYTHON=" + python + " timeout 60 '" + testing::kFsdp +
+                             "' plan " + arguments + " >out 2>err";
     const int status = std::system(line.c_str());
     return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(folder_.path() / "out"), read(folder_.path() / "err")};
   }
 
+  static constexpr Llama kSmall = {.width = 4096, .hidden = 14336, .words = 32000, .layers = 6};
   testing::TemporaryFolder folder_;
 };
 
@@ -57,23 +104,23 @@ double number_after(const std::string& output, const std::string& text) {
 }
 
 TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
-  const auto kept = run("small.json --ranks 64 --memory 4GB --keep");
+  const auto kept = run("small.json --ranks 64 --memory 4GiB --keep");
   EXPECT_EQ(kept.exit_code, 1) << kept.errors;
   const auto place = kept.output.find("GiB without --keep (units are gathered once more, for backward), with --split-root (");
   EXPECT_NE(place, std::string::npos) << kept.output;
-  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --split-root").exit_code, 0);  // It is right,
-  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB").exit_code, 1);               // and both are needed.
-  EXPECT_EQ(run("small.json --ranks 64 --memory 4GB --split-root --keep").exit_code, 1);
-  const auto never = run("small.json --ranks 1 --memory 1GB");
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GiB --split-root").exit_code, 0);  // It is right,
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GiB").exit_code, 1);               // and both are needed.
+  EXPECT_EQ(run("small.json --ranks 64 --memory 4GiB --split-root --keep").exit_code, 1);
+  const auto never = run("small.json --ranks 1 --memory 1GiB");
   EXPECT_EQ(never.output.find("It fits in"), std::string::npos) << never.output;
   // All is tried, one after the other, and nothing that can't be.
   for (const char* options : {"", " --placements optim", " --hfsdp"}) {
-    const auto replicas = run("small.json --ranks 64 --replicas 4 --memory 3GB" + std::string(options));
+    const auto replicas = run("small.json --ranks 64 --replicas 4 --memory 3GiB" + std::string(options));
     EXPECT_EQ(replicas.exit_code, 1) << options << replicas.errors;
     EXPECT_NE(replicas.output.find("It fits in"), std::string::npos) << replicas.output;
     EXPECT_EQ(replicas.output.find("with --replicas 1"), std::string::npos) << replicas.output;  // It is not needed,
   }
-  const auto less = run("small.json --ranks 64 --replicas 4 --memory 2600MB --placements optim");
+  const auto less = run("small.json --ranks 64 --replicas 4 --memory 2600MiB --placements optim");
   EXPECT_NE(less.output.find("with --replicas 1"), std::string::npos) << less.output;  // and here it is, in the place of --hfsdp.
   EXPECT_EQ(less.output.find("with --hfsdp"), std::string::npos) << less.output;
   const auto alone = run("small.json --ranks 64 --hfsdp");
@@ -84,7 +131,7 @@ TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
 TEST_F(FsdpPlan, FindsTheSmallestWorldWithinAHostAndOfHosts) {
   const auto within = run("small.json --ranks 4 --memory 80GB");
   EXPECT_NE(within.output.find("The smallest world that fits has 1 rank.\n"), std::string::npos) << within.output;
-  const auto hosts = run("small.json --ranks 64 --memory 5GB");
+  const auto hosts = run("small.json --ranks 64 --memory 5GiB");
   EXPECT_NE(hosts.output.find(" ranks, 8 on each host.\n"), std::string::npos) << hosts.output;
 }
 
@@ -102,14 +149,14 @@ TEST_F(FsdpPlan, MakesUnitsOfTheEmbeddingAndTheHead) {
       whole["peak"]["unreduced_gradients"].get<std::int64_t>() - split["peak"]["unreduced_gradients"].get<std::int64_t>();
   EXPECT_GE(difference, 2 * std::int64_t{500} << 20) << whole["peak"] << split["peak"];
   EXPECT_NEAR(split["time"]["compute_ms"].get<double>(), whole["time"]["compute_ms"].get<double>(), 1e-3);
-  auto tied = nlohmann::json::parse(read(folder_.path() / "small.json"));
-  tied["tie_word_embeddings"] = true;
-  std::ofstream(folder_.path() / "tied.json") << tied;
+  auto tied = kSmall;
+  tied.tied = true;
+  describe("tied.json", tied);
   EXPECT_EQ(run("tied.json --ranks 64 --split-root").output, run("tied.json --ranks 64").output);
 }
 
 TEST_F(FsdpPlan, RecommendsWhatSendsLess) {
-  const auto fits = run("small.json --ranks 64 --memory 100GB");
+  const auto fits = run("small.json --ranks 64 --memory 100GiB");
   EXPECT_NE(fits.output.find("It also fits with --keep, in"), std::string::npos) << fits.output;
   EXPECT_NE(fits.output.find("GiB less"), std::string::npos) << fits.output;
   EXPECT_EQ(fits.output.find("--offload none"), std::string::npos) << fits.output;  // It is so.
@@ -174,7 +221,7 @@ TEST_F(FsdpPlan, TellsTheTimeOfAStep) {
 TEST_F(FsdpPlan, SaysWhetherAModelFits) {
   const auto fits = run("config.json --ranks 16384 --memory 80GB");
   EXPECT_EQ(fits.exit_code, 0) << fits.errors;
-  for (const char* part : {"16384 ranks, 405.85 B elements in 127 units", "main parameters", "It fits into 85899345920 bytes",
+  for (const char* part : {"16384 ranks, 405.85 B elements in 127 units", "main parameters", "It fits into 80000000000 bytes (74.51 GiB)",
                            "model.layers.0 to model.layers.125 (126, each)", "The smallest world that fits has "}) {
     EXPECT_NE(fits.output.find(part), std::string::npos) << part << "\n" << fits.output;
   }
@@ -184,7 +231,7 @@ TEST_F(FsdpPlan, SaysWhetherAModelFits) {
 }
 
 TEST_F(FsdpPlan, PrintsJson) {
-  const auto outcome = run("config.json --ranks 1024 --replicas 8 --hfsdp --json --offload state --activations 1MB");
+  const auto outcome = run("config.json --ranks 1024 --replicas 8 --hfsdp --json --offload state --activations 1MiB");
   EXPECT_EQ(outcome.exit_code, 0) << outcome.errors;
   const auto json = nlohmann::json::parse(outcome.output);
   EXPECT_EQ(json["ranks"], 1024);
@@ -192,6 +239,44 @@ TEST_F(FsdpPlan, PrintsJson) {
   EXPECT_EQ(json["links"].size(), 2U);
   EXPECT_EQ(json["units"][1]["activations"], 1 << 20);
   EXPECT_GT(json["memory"]["host"]["peak"].get<std::int64_t>(), 0);
+}
+
+TEST_F(FsdpPlan, ReadsSizesAndNumbersInOneWay) {
+  const auto refused = [&](const std::string& option) {
+    const auto outcome = run("small.json --ranks 8 " + option);
+    EXPECT_EQ(outcome.exit_code, 2) << option;
+    return outcome.errors;
+  };
+  for (const char* option : {"--memory", "--activations", "--keep-gathered", "--rate", "--replicate-rate"}) {
+    EXPECT_EQ(refused(option + std::string(" 24")).find("fsdp: " + std::string(option) + ": '24' is no size: write a number and a unit"),
+              0U);
+  }
+  EXPECT_EQ(refused("--ranks eight"), "fsdp: --ranks: 'eight' is no whole number of at least 1\n");
+  EXPECT_EQ(refused("--ranks-per-host -1"), "fsdp: --ranks-per-host: '-1' is no whole number of at least 0\n");
+  EXPECT_EQ(refused("--flops nan --sequence 8 --rate 1GB"), "fsdp: --flops: 'nan' is no number above 0\n");
+  const auto need = nlohmann::json::parse(run("small.json --ranks 8 --json").output)["peak"]["device"].get<std::int64_t>();
+  const auto gibibytes = std::to_string(need / (std::int64_t{1} << 30) + 1);
+  EXPECT_EQ(run("small.json --ranks 8 --memory " + gibibytes + "GiB").exit_code, 0);
+  EXPECT_EQ(run("small.json --ranks 8 --memory " + std::to_string(need) + "B").exit_code, 0);
+  EXPECT_EQ(run("small.json --ranks 8 --memory " + std::to_string(need - 1) + "B").exit_code, 1);
+}
+
+TEST_F(FsdpPlan, WithoutACommandPrintsTheHelp) {
+  for (const auto& command : {testing::kFsdp, testing::kFsdpCkpt}) {
+    const std::string line = "cd '" + folder_.path().string() + "' && '" + command + "' 2>err";
+    EXPECT_EQ(WEXITSTATUS(std::system(line.c_str())), 2);
+    EXPECT_NE(read(folder_.path() / "err").find("Subcommands:\n"), std::string::npos) << read(folder_.path() / "err");
+  }
+}
+
+TEST_F(FsdpPlan, NeedsAPythonWithTransformers) {
+  EXPECT_EQ(run("small.json --ranks 8", "/nowhere").exit_code, 2);
+  EXPECT_NE(run("small.json --ranks 8", "/nowhere").errors.find("'/nowhere' does not run. Install it there (pip install transformers)"),
+            std::string::npos);
+  std::ofstream(folder_.path() / "small.json.description") << R"({"has_transformers": false, "error": "No module named 'transformers'"})";
+  EXPECT_NE(run("small.json --ranks 8").errors.find("can't import it (No module named 'transformers')"), std::string::npos);
+  std::ofstream(folder_.path() / "small.json.description") << R"({"has_transformers": true, "error": "ValueError: no heads"})";
+  EXPECT_EQ(run("small.json --ranks 8").errors.find("fsdp: small.json: transformers refuses it: ValueError: no heads\n"), 0U);
 }
 
 TEST_F(FsdpPlan, RefusesWhatItCanNotRead) {

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from libfsdp import _C, MemoryBudget
+from libfsdp._memory_budget import check_budget
 from libfsdp._recomputation import set_recomputes
 
 CASES = training.CASES
@@ -61,7 +62,7 @@ def message_of_forward(case_name: str, **options: Any) -> str:
 def needed(case_name: str, **assumed: Any) -> int:
     """The least that a budget must have, by its error."""
     text = message_of_forward(case_name, memory_budget=MemoryBudget(1, **assumed))
-    assert "memory_budget 1 bytes is too small by " in text, text
+    assert "memory_budget 1 byte is too small by " in text, text
     return 1 + int(text.split("too small by ")[1].split()[0])
 
 
@@ -200,19 +201,9 @@ def test_measured_activations_correct_the_choice(ranks: StartRanks) -> None:
 
 HALF: Any = 0.5
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"memory_budget": "1GB"}, TypeError, "memory_budget is '1GB': give a whole number of bytes"),
+    ({"memory_budget": "1"}, ValueError, "memory_budget: '1' is no size: write a number and a unit"),
     ({"memory_budget": True}, TypeError, "memory_budget is True"),
-    ({"memory_budget": MemoryBudget(10, optimizer_values=HALF)}, TypeError, "memory_budget.optimizer_values is 0.5"),
-    (
-        {"memory_budget": MemoryBudget(10, activations={"0": HALF})},
-        TypeError,
-        r"memory_budget.activations\['0'\] is 0.5",
-    ),
-    (
-        {"memory_budget": MemoryBudget(10, recomputable={"0": HALF})},
-        TypeError,
-        r"memory_budget.recomputable\['0'\] is 0.5",
-    ),
+    ({"memory_budget": HALF}, TypeError, "memory_budget is 0.5: give a whole number of bytes, or a size"),
     ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
     ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
 ]
@@ -226,6 +217,23 @@ def refuse() -> None:
 
 def test_wrong_budgets_are_refused_at_once(ranks: StartRanks) -> None:
     ranks(2).run(refuse)
+
+
+def test_budgets_are_sizes_and_are_checked_where_they_are_made() -> None:
+    budget = MemoryBudget("1GiB", activations={"a": "1.5KiB"}, recomputable={"a": 1e3})
+    assert budget == MemoryBudget(2**30, activations={"a": 1536}, recomputable={"a": 1000})
+    assert check_budget("1GB") == check_budget(1e9) == MemoryBudget(10**9)
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"bytes": "1gb"}, ValueError, "memory_budget: '1gb' is no size"),
+        ({"bytes": -1}, ValueError, "memory_budget is -1"),
+        ({"bytes": float("inf")}, TypeError, "memory_budget is inf"),
+        ({"bytes": 10, "optimizer_values": HALF}, TypeError, "memory_budget.optimizer_values is 0.5"),
+        ({"bytes": 10, "activations": {"0": HALF}}, TypeError, r"memory_budget.activations\['0'\] is 0.5"),
+        ({"bytes": 10, "recomputable": {"0": "1"}}, ValueError, r"memory_budget.recomputable\['0'\]: '1' is no size"),
+    ]
+    for options, error, text in wrong:
+        with pytest.raises(error, match=text):
+            MemoryBudget(**options)
 
 
 def test_kept_units_save_as_much_as_a_solver_finds() -> None:

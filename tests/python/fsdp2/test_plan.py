@@ -221,6 +221,7 @@ def test_worlds_that_are_not_there() -> None:
     assert plan.memory["gathered_parameters.peak"] == 2 * block.gathered + plan.units[0].gathered
     assert plan.fits(plan.peak["device"])
     assert not plan.fits(plan.peak["device"] - 1)
+    assert plan.fits(f"{plan.peak['device']}B")
 
 
 def test_what_the_program_has() -> None:
