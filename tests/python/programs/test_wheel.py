@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import hugging_face
 
 SOURCE = Path(__file__).parents[3]
+COMMANDS = ("fsdp", "fsdp-ckpt")
 BUILD = os.environ.get("FSDP_WHEEL_BUILD_DIR")
 
 pytestmark = [
@@ -61,12 +63,20 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     package = {name for name in names if name.startswith("libfsdp/")}
-    assert {name.split(".dist-info/")[0] for name in names - package} == {wheel.name.rsplit("-", 3)[0]}
+    release = wheel.name.rsplit("-", 3)[0]
+    scripts = {f"{release}.data/scripts/{name}" for name in COMMANDS}
+    assert scripts <= names
+    assert {name.split(".dist-info/")[0] for name in names - package - scripts} == {release}
     source = SOURCE / "python" / "libfsdp"
     files = {path.relative_to(source.parent).as_posix() for path in source.rglob("*") if path.suffix in (".py", ".pyi")}
     extension = {name for name in package if name.startswith("libfsdp/_C.") and name.endswith(".so")}
     assert len(extension) == 1
-    assert package == files | extension | {"libfsdp/py.typed", "libfsdp/libfsdp.so", "libfsdp/_build_info.py"}
+    assert package == files | extension | {
+        "libfsdp/py.typed",
+        "libfsdp/libfsdp.so",
+        "libfsdp/_build_info.py",
+        *(f"libfsdp/bin/{name}" for name in COMMANDS),
+    }
 
 
 def test_installed_package_uses_its_own_files(python: Path, tmp_path: Path) -> None:
@@ -98,10 +108,36 @@ def test_installed_package_shards(python: Path, tmp_path: Path) -> None:
     assert run(python, "-c", program, cwd=tmp_path).split(maxsplit=1) == ["DTensor", f"{[[3.0] * 4] * 2}\n"]
 
 
+def test_installed_commands_run(python: Path, tmp_path: Path) -> None:
+    program = (
+        "import libfsdp, torch\n"
+        "from safetensors.torch import save_file\n"
+        "from torch import distributed, nn\n"
+        "distributed.init_process_group('gloo', store=distributed.HashStore(), rank=0, world_size=1)\n"
+        "model = nn.Linear(4, 2)\n"
+        "libfsdp.fully_shard(model)\n"
+        "model(torch.ones(3, 4)).sum().backward()\n"
+        "save_file({'layers.0.weight': torch.ones(3, 4)}, 'model.safetensors')\n"
+        "distributed.destroy_process_group()\n"
+    )
+    events = tmp_path / "events"
+    run("env", f"FSDP_EVENTS={events}", python, "-c", program, cwd=tmp_path)
+    fsdp, ckpt = (python.parent / name for name in COMMANDS)
+    assert "12 elements in " in run(fsdp, "plan", "model.safetensors", "--ranks", "2", cwd=tmp_path)
+    assert run(fsdp, "timeline", events, cwd=tmp_path)
+    assert run(fsdp, "why", events, cwd=tmp_path)
+    assert "layers.0.weight" in run(ckpt, "inspect", "model.safetensors", cwd=tmp_path)
+    # The package sees transformers where it is, in the Python that the command was installed for.
+    if hugging_face.available():
+        config = {"model_type": "gpt2"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert json.loads(run(fsdp, "plan", ".", "--ranks", "2", "--json", cwd=tmp_path))["elements"] == 124_439_808
+
+
 def test_libraries_remember_no_folder_of_the_build(python: Path, tmp_path: Path) -> None:
     (package,) = python.parents[1].glob("lib/python*/site-packages/libfsdp")
-    libraries = sorted(package.glob("*.so"))
-    assert len(libraries) == 2
+    libraries = [*package.glob("*.so"), *(package / "bin").iterdir()]
+    assert len(libraries) == 2 + len(COMMANDS)
     for library in libraries:
         dynamic = run("readelf", "--dynamic", "--wide", library, cwd=tmp_path).splitlines()
         (line,) = (line for line in dynamic if "RUNPATH" in line or "RPATH" in line)
@@ -112,7 +148,8 @@ def test_libraries_remember_no_folder_of_the_build(python: Path, tmp_path: Path)
 def test_another_torch_is_one_clear_error(python: Path, tmp_path: Path) -> None:
     # A torch that is nothing but its version: the package must ask for that before it needs anything of torch.
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.99.0+elsewhere'\n")
+    for name in ("__init__.py", "version.py"):
+        (tmp_path / "torch" / name).write_text("__version__ = '2.99.0+elsewhere'\n")
     program = (
         "try:\n"
         "    import libfsdp\n"
@@ -121,6 +158,14 @@ def test_another_torch_is_one_clear_error(python: Path, tmp_path: Path) -> None:
         "else:\n"
         "    raise AssertionError('imported')\n"
     )
+    command = subprocess.run(
+        [python.parent / "fsdp", "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        text=True,
+        capture_output=True,
+    )
+    assert command.returncode == 1
+    assert "but torch 2.99.0+elsewhere is installed" in command.stderr
     message = run(python, "-c", program, cwd=tmp_path)  # -c looks for modules in the working folder first
     assert f"built with torch {torch.__version__}, but torch 2.99.0+elsewhere is installed in {tmp_path}" in message
     assert "pip install" in message
