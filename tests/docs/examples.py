@@ -1,14 +1,17 @@
 """The C++ examples in Markdown files.
 
     examples.py extract OUT FILE...   writes each example into OUT, and a program that runs the one it is told, and prints their names
+    examples.py compare FILE COMMAND...   fails unless the command succeeds and prints what the file has
     examples.py check FILE...         fails if a block of C++, a link into the project or a table is not in order
 
 A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
 ```cpp fragment is a piece that can't stand alone. One marked ```cpp from FILE, or ```python from FILE, is an excerpt:
 its lines stand in that file, in this order and next to each other except where `// ...` or `# ...` leaves some out.
+A block marked ```output has what the program before it prints.
 """
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,13 +61,19 @@ def extract(out: Path, files: list[Path]) -> None:
     """Each example is a namespace of its own, so that a few files have all: compiling torch's headers takes longer than the examples."""
     out.mkdir(parents=True, exist_ok=True)
     names = []
+    for old in out.glob("*.printed"):
+        old.unlink()
     for file in files:
-        programs = [block for block in blocks_of(file) if block.is_program and MAIN.search(block.text)]
-        for number, block in enumerate(programs, start=1):
+        blocks = list(blocks_of(file))
+        programs = [k for k, block in enumerate(blocks) if block.is_program and MAIN.search(block.text)]
+        for number, place in enumerate(programs, start=1):
+            block = blocks[place]
             if not MAIN_WITHOUT_ARGUMENTS.search(block.text):
                 sys.exit(f"{file}:{block.line}: the main of an example has no arguments")
             names.append(f"{file.stem.lower()}_{number}")
             write(out / f"{names[-1]}.cpp", in_namespace(names[-1], block))
+            if blocks[place + 1 : place + 2] and blocks[place + 1].info == "output":
+                write(out / f"{names[-1]}.printed", blocks[place + 1].text)
     spaces = [(name, namespace_of(name)) for name in names]
     declared = "".join(f"namespace {space} {{\nint program();\n}}\n" for _, space in spaces)
     called = "".join(f'  if (name == "{name}") return {space}::program();\n' for name, space in spaces)
@@ -95,6 +104,16 @@ def write(file: Path, text: str) -> None:
     """Leaves a file with this text as it is, so that nothing is compiled again."""
     if not file.exists() or file.read_text(encoding="utf-8") != text:
         file.write_text(text, encoding="utf-8")
+
+
+def compare(expected: Path, command: list[str]) -> int:
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if ran.stdout != expected.read_text(encoding="utf-8"):
+        print(
+            f"{' '.join(command)} prints\n{ran.stdout}where the document says\n{expected.read_text(encoding='utf-8')}"
+        )
+        return 1
+    return ran.returncode
 
 
 def text_of(file: Path) -> list[tuple[int, str]]:
@@ -168,7 +187,11 @@ def fault_of_excerpt(block: Block, source: Path) -> str | None:
 def check(files: list[Path]) -> int:
     faults = []
     for file in files:
+        before = ""
         for block in blocks_of(file):
+            if block.info == "output" and before not in ("cpp", "python"):
+                faults.append(f"{file}:{block.line}: what is printed stands below the program that prints it")
+            before = block.info
             if block.is_program and not MAIN.search(block.text):
                 faults.append(f"{file}:{block.line}: C++ without main; mark it ```cpp fragment, or make it a program")
             elif excerpt := EXCERPT.fullmatch(block.info):
@@ -187,6 +210,8 @@ def main(arguments: list[str]) -> int:
         case ["extract", out, *files]:
             extract(Path(out), [Path(file) for file in files])
             return 0
+        case ["compare", file, *command]:
+            return compare(Path(file), command)
         case ["check", *files]:
             return check([Path(file) for file in files])
     print(__doc__, file=sys.stderr)

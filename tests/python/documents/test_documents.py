@@ -9,6 +9,7 @@ import pytest
 from support.programs import run_program
 
 ROOT = Path(__file__).parents[3]
+OUTPUT = re.compile(r"^```output\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"^```python\n(import .*?)^```$", re.DOTALL | re.MULTILINE)
 DIFF = re.compile(r"^```diff\n( import .*?)^```$", re.DOTALL | re.MULTILINE)
 DOCUMENTS = [
@@ -51,6 +52,10 @@ def test_program_of_the_readme_runs_by_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    says = OUTPUT.search(readme, readme.index(program))
+    assert says is not None
+    assert result.stdout == says[1]
 
 
 def write(program: str, folder: Path) -> Path:
