@@ -258,8 +258,12 @@ def use_tied(folder: str) -> None:
                 break
             ((name, value),) = [(n, t.clone()) for some in libfsdp.full_weights(part) for n, t in some]
             assert torch.equal(value, expected["head.weight"]), name
-        shards = {one.name: one.tensor for one in libfsdp.local_shards(model)}
+        held = libfsdp.local_shards(model)
+        shards = {one.name: one.tensor for one in held}
         assert shards["head.weight"].data_ptr() == shards["embedding.weight"].data_ptr()
+        with torch.no_grad():
+            model(tokens(0, 0))
+        assert held.is_valid()  # The shard stays with its owner.
         libfsdp.save(f"{folder}/{units}", model, optimizer)
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/{units} dcp")
         for how in ("before", "after", "dcp", "assigned", "assigned while whole"):
