@@ -13,8 +13,8 @@
 #include <string>
 
 #include "base/size_text.h"
-#include "command_line.h"
 #include "checkpoint/output_file.h"
+#include "command_line.h"
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
 #include "plan_advice.h"

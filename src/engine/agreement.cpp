@@ -23,8 +23,8 @@ std::string describe(const std::vector<Unit*>& units, std::span<const UnitText> 
 }
 
 /// Finds the first parameter whose first values differ. A parameter is not compared with ranks that have no checksum of it.
-std::optional<DifferentValues> different_values(const std::vector<Unit*>& units, const comm::Ranks& ranks,
-                                                std::vector<std::int64_t> values, std::int64_t global_rank) {
+std::optional<DifferentValues> different_values(const std::vector<Unit*>& units, const comm::Ranks& ranks, std::vector<std::int64_t> values,
+                                                std::int64_t global_rank) {
   values.insert(values.begin(), global_rank);
   const auto all = ranks.exchange(at::tensor(values, at::kLong), {.operation = "comparison of first values", .unit = "(model)"});
   const auto* of_first = all.const_data_ptr<std::int64_t>();

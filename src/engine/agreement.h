@@ -41,7 +41,6 @@ struct DifferentValues {
 /// Collective over the ranks of each unit. Throws Error on all ranks, with the lines that differ, if parameters or settings differ. If only
 /// initial values differ, returns the first difference of each set of ranks, which all ranks of the set get. It names ranks
 /// by their `global_rank`.
-std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts,
-                                   std::int64_t global_rank);
+std::vector<DifferentValues> agree(std::span<const std::unique_ptr<Unit>> units, std::span<const UnitText> texts, std::int64_t global_rank);
 
 }  // namespace fsdp::engine

@@ -57,20 +57,3 @@ def test_an_entry_on_errors_that_no_source_says_is_refused(tmp_path: Path) -> No
         "docs/run/errors.md:5: no source says: is of an odd kind ... parameter",
         "docs/run/errors.md:6: no source says: is of an even kind",
     ]
-
-
-def test_a_name_that_uses_a_word_for_something_else_is_refused(tmp_path: Path) -> None:
-    table = "## Words of the code\n\n| word | meaning | folders |\n|---|---|---|\n| box | a part | `one` |\n"
-    files = {
-        "docs/start/glossary.md": table,
-        "src/one/a.h": "struct Box {\n  int number;\n};\nstruct Pair {\n};\n",
-        "src/one/below/b.h": "int boxes_of(int number);\n",
-        "src/two/c.h": "class Pair {\n public:\n  int box_of(int number);\n};\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    assert said_by("structure/words.py", tmp_path).splitlines() == [
-        "src/two/c.h: box_of: 'box' has another meaning (docs/start/glossary.md)",
-        "Pair is a type of one and of two",
-    ]

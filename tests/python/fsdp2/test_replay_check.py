@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -213,6 +214,10 @@ class Branches(nn.Module):
         return x
 
 
+def square_and_backward(model: Any, x: torch.Tensor, used: list[int], picks: list[int]) -> None:
+    model(x, used, picks).square().sum().backward()
+
+
 def random_models_without_an_alarm(seeds: range) -> int:
     """Nothing is corrupted, whatever a microbatch uses, and the bits are those of steps without a check."""
     checked, size = 0, dist.get_world_size()
@@ -240,7 +245,7 @@ def random_models_without_an_alarm(seeds: range) -> int:
                     model.set_requires_gradient_sync(part == parts - 1 or seed % 2 == 0)
                     used = [chance.randrange(3) for _ in range(chance.randrange(4))]
                     picks = [own.randrange(2) for _ in range(own.randrange(1, 3))]
-                    check.run(lambda *given: model(*given).square().sum().backward(), torch.randn(3, 8), used, picks)
+                    check.run(functools.partial(square_and_backward, model), torch.randn(3, 8), used, picks)
                 optimizer.step()
                 optimizer.zero_grad()
                 check.remember_parameters()
