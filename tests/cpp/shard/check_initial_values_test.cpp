@@ -148,7 +148,7 @@ TEST(CheckInitialValues, WarnsByDefault) {
     }
     // The whole parameters are replicated, and are not the main ones.
     const FullyShardOptions in_double{
-        .mesh = line(), .placements = Placements::optim(), .mixed_precision = {{.main_params_dtype = at::kDouble}}};
+        .mesh = line(), .placements = Placements::optim(), .mixed_precision = MixedPrecisionPolicy{.main_params_dtype = at::kDouble}};
     EXPECT_TRUE(has(warnings_of(in_double, rank), "'second.weight'"));
   });
 }
