@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMostFrames = 128;
 
-pid_t asked = 0;                        // The process that writes its stacks; a forked one has a file of its own.
+pid_t writer = 0;                       // The process that writes its stacks; a forked one has a file of its own.
 volatile sig_atomic_t descriptor = -1;  // of the file, for the handler
 
 void write_line(int file, std::string_view text) {
@@ -52,7 +52,7 @@ bool may_have_signal(int number) {
 
 void write_stack_when_asked() noexcept {
   const int number = SIGRTMAX - 3;  // Programs use the signals that have names.
-  if (asked == getpid() || !may_have_signal(number)) return;
+  if (writer == getpid() || !may_have_signal(number)) return;
   const int made = memfd_create(kStackFile, MFD_CLOEXEC);
   if (made < 0) return;
   const int file = fcntl(made, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);  // The program may have closed its streams.
@@ -61,7 +61,7 @@ void write_stack_when_asked() noexcept {
   write_line(file, std::to_string(number));
   std::array<void*, 1> frame{};
   backtrace(frame.data(), static_cast<int>(frame.size()));
-  asked = getpid();
+  writer = getpid();
   if (descriptor >= 0) close(descriptor);  // the parent's
   descriptor = file;
   struct sigaction writing = {};
