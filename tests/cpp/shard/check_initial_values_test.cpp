@@ -146,10 +146,6 @@ TEST(CheckInitialValues, WarnsByDefault) {
       EXPECT_EQ(warnings_of(of(InitialValues::kOwn), 1), "") << strategy;
       EXPECT_EQ(warnings_of(of(InitialValues::kFromRank0), rank), "") << strategy;
     }
-    // The whole parameters are replicated, and are not the main ones.
-    const FullyShardOptions in_double{
-        .mesh = line(), .placements = Placements::optim(), .mixed_precision = MixedPrecisionPolicy{.main_params_dtype = at::kDouble}};
-    EXPECT_TRUE(has(warnings_of(in_double, rank), "'second.weight'"));
   });
 }
 
