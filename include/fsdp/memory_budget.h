@@ -26,15 +26,20 @@ struct UnitOrder {
 /// Call it between steps. Not collective. Throws Error if the module is not sharded.
 UnitOrder recorded_order(const torch::nn::Module& module);
 
-/// What plan() assumes of a training step: forward, backward, and an update, after which gradients are dropped (zero_grad()).
+/// What plan() assumes of a training step: forward and backward of each microbatch, and an update, after which gradients are dropped
+/// (zero_grad()).
 struct PlanOptions {
   PlannedOptimizer optimizer = PlannedOptimizer::kAdamW;  ///< Whose state counts.
-  /// By default, units are used in the order in which their modules were registered, and backward uses them in the reverse order. Give the
-  /// order of models that use them otherwise, such as recorded_order().
+  /// By default, units are used in the order in which their modules were registered, and backward uses them in the reverse order; a
+  /// module's own parameters are used before and after units within it. Give the order of models that use them otherwise, such as
+  /// recorded_order().
   UnitOrder order = {};
   /// The bytes of activations that autograd keeps from a unit's forward to its backward, by unit name. What a program measured; not in
   /// here: 0.
   std::map<std::string, std::int64_t> activations = {};
+  std::int64_t microbatches = 1;  ///< The backwards before each update, whose gradients add up.
+  /// Whether each of these backwards reduces its gradients; otherwise only the last one does (set_requires_gradient_sync).
+  bool sync_each_microbatch = true;
 };
 
 /// How much memory of its device a rank may use: see FullyShardOptions::memory_budget.
@@ -42,6 +47,10 @@ struct PlanOptions {
 /// A program may offer to repeat the forward of some units in backward, by activation_checkpoint(). The budget says of which it needs that:
 ///
 ///     for (auto& block : blocks) x = fsdp::recomputes(*block) ? fsdp::activation_checkpoint(block, x) : block->forward(x);
+///
+/// If gradients of several backwards add up, give PlanOptions::microbatches. Where it was not given, the budget chooses again as soon as a
+/// backward adds to earlier gradients, or a setting of FSDPModule makes a step need more, such as set_requires_gradient_sync(false). If
+/// nothing fits then, that call throws Error.
 struct MemoryBudget {
   std::int64_t bytes = 0;  ///< For the engine, the optimizer and the activations that `planned` gives; at least 1.
   /// What is assumed of a step. Give the optimizer that you will use, and activations as plan() takes them, if they count.

@@ -17,7 +17,8 @@ namespace engine {
 class Engine;
 }
 
-/// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins.
+/// Parameters whose names `matches` accepts get these settings instead of the optimizer's own. The first group that matches wins. A group
+/// that matches no parameter is an Error.
 struct ParamGroup {
   std::function<bool(const std::string& name)> matches;  ///< Names are fully qualified.
   std::optional<double> lr = {};                         ///< By default the optimizer's.

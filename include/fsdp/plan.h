@@ -119,7 +119,7 @@ struct Plan {
   std::vector<PlannedAction> actions;  ///< What a step does, in its order. simulate() gives it a time.
   /// None on one rank, and with options that FSDP2 lacks: placements other than optim_grads_params, HFSDP, offload of optimizer state
   /// alone, gather formats, kept units, and main gradients of another dtype than the main parameters. Nor with reshard_after_forward
-  /// false.
+  /// false, or several microbatches.
   std::optional<PlannedFSDP2> fsdp2;
 
   /// True if a device with this much memory for the program can hold the peak. What torch's allocator and the device's driver need beside

@@ -53,7 +53,7 @@ struct Simulation {
 ///
 /// As the times of units and links are given, times are as good as these: measure them on your machine, or use the simulation to compare.
 /// Takes about a nanosecond for each rank, action and step. Throws Error if `units` or `links` have a name that the plan does not have, a
-/// time is negative, or a rank does not exist.
+/// time is negative or not finite, no time is given, or a rank does not exist.
 Simulation simulate(const Plan& plan, const SimulationOptions& options);
 
 }  // namespace fsdp

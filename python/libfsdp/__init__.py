@@ -35,7 +35,8 @@ from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa:
 from libfsdp._memory_budget import MemoryBudget  # noqa: E402
 from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
 from libfsdp._placement import ShardPlacementResult  # noqa: E402
-from libfsdp._plan import Plan, PlannedMesh, PlannedUnit, plan  # noqa: E402
+from libfsdp._plan import Plan, PlannedUnit, plan  # noqa: E402
+from libfsdp._planned_mesh import PlannedMesh  # noqa: E402
 from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._replay_check import ReplayCheck  # noqa: E402
 from libfsdp._sharding_options import Float8Blocks  # noqa: E402
@@ -47,7 +48,14 @@ from libfsdp._simulation import (  # noqa: E402
     best_checkpoint_interval,
     simulate_failures,
 )
-from libfsdp._statistics import UnitInfo, explain, memory_stats, unit_info, wire_stats  # noqa: E402
+from libfsdp._statistics import (  # noqa: E402
+    UnitInfo,
+    explain,
+    memory_stats,
+    reset_peak_memory_stats,
+    unit_info,
+    wire_stats,
+)
 from libfsdp._step_report import ExposedWaits, StepReport, step_report  # noqa: E402
 from libfsdp._stop import stop_requested  # noqa: E402
 from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
@@ -119,6 +127,7 @@ __all__ = [
     "plan",
     "read_rank_extra",
     "register_fsdp_forward_method",
+    "reset_peak_memory_stats",
     "save",
     "share_comm_ctx",
     "simulate_failures",

@@ -62,8 +62,7 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | floa
             "adjust_memory_budget(): another rank refuses the activations that it was given; see its error"
         )
     assert root.model is not None
-    model = root.model
-    model.explanation = model.choose(replace(budget, activations=dict(zip(names, largest, strict=True))))
+    root.model.memory_choice.choose(replace(budget, activations=dict(zip(names, largest, strict=True))))
 
 
 def _by_unit(names: list[str], activations: Mapping[str, int | float | str] | int | float | str, *, recompute: bool) -> dict[str, int]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from libfsdp import _C
 from libfsdp._recomputation import set_recomputes
+from libfsdp._unit_order import add_use, children_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -32,26 +35,71 @@ class BudgetedUnit:
     parent: int | None
 
 
-def choose(
-    roots: Iterable[nn.Module], units: list[BudgetedUnit], budget: MemoryBudget, prefetch_depth: int
-) -> tuple[int, str]:
-    """Chooses the prefetch depth, which units are kept from forward into backward, and which recompute; the units hear of it.
+class BudgetChoice:
+    """What a memory budget has chosen for a model, and why.
 
-    Modules are taken to be used in the order in which they were registered. The choice is the same on all ranks.
-
-    Args:
-        roots: the root's modules.
-        units: the model's, enclosing ones first.
-        budget: of each rank.
-        prefetch_depth: the largest that may be chosen.
-
-    Returns:
-        The depth, and what was chosen and why.
-
-    Raises:
-        ValueError: if activations are given for what is no unit, or what may not recompute is named as recomputable.
-        Error: if nothing fits.
+    Attributes:
+        budget: which has chosen; None if the model has none.
+        prefetch_depth: the model's.
+        explanation: a line for each option.
     """
+
+    def __init__(self, roots: Sequence[nn.Module], engine: _C.HookedModel, prefetch_depth: int) -> None:
+        """Chooses nothing.
+
+        Args:
+            roots: the root's modules.
+            engine: the model's.
+            prefetch_depth: as it was given: the largest that may be chosen.
+        """
+        self.budget: MemoryBudget | None = None
+        self.prefetch_depth = prefetch_depth
+        self.explanation = "no memory_budget: all options are as they were given\n"
+        self._roots = roots
+        self._engine = engine
+        self._given_depth = prefetch_depth
+        self._units: list[BudgetedUnit] = []
+        self._settings = _C.SeenSettings()
+
+    def begin(self, units: list[BudgetedUnit], budget: MemoryBudget) -> None:
+        """Chooses for these units, enclosing ones first."""
+        self._units = units
+        self.choose(budget)
+
+    def choose(self, budget: MemoryBudget) -> None:
+        """Chooses the prefetch depth, which units are kept from forward into backward, and which recompute.
+
+        Modules are taken to be used in the order in which they were registered. The choice is the same on all ranks.
+
+        Raises:
+            ValueError: if activations are given for what is no unit, or what may not recompute is named as recomputable.
+            Error: if nothing fits. All is then as it was.
+        """
+        settings = self._settings.grown(self._engine, self._has_gradients()) or self._settings
+        self.prefetch_depth, self.explanation = _choose(self._roots, self._units, budget, settings, self._given_depth)
+        self.budget = budget
+        self._settings = settings
+
+    def begin_forward(self) -> None:
+        """Chooses again if a step needs more than before: for settings that units have now, or for gradients that are there."""
+        if self.budget is not None and self._settings.grown(self._engine, self._has_gradients()) is not None:
+            self.choose(self.budget)
+
+    def _has_gradients(self) -> bool:
+        """Whether a backward would add to gradients of an earlier one."""
+        return torch.is_grad_enabled() and any(
+            parameter.sharded.grad is not None for one in self._units for parameter in one.state.parameters
+        )
+
+
+def _choose(
+    roots: Iterable[nn.Module],
+    units: list[BudgetedUnit],
+    budget: MemoryBudget,
+    settings: _C.SeenSettings,
+    prefetch_depth: int,
+) -> tuple[int, str]:
+    """Returns the depth, and what was chosen and why. The units hear of it."""
     names = [unit.name for unit in units]
     unknown = sorted(set(budget.activations) - set(names))
     if unknown:
@@ -72,9 +120,11 @@ def choose(
         [(_unit_of(one.state), one.parent, left.pop(one.name, 0)) for one in units],
         _visits(roots, units),
         [recomputable.pop(one.name, -1) for one in units],
+        settings,
         bytes=budget.bytes,
         optimizer_values=budget.optimizer_values,
         prefetch_depth=prefetch_depth,
+        microbatches=budget.microbatches,
     )
     for one, keeps in zip(units, kept, strict=True):
         _unit_of(one.state).kept_after_forward = keeps
@@ -116,9 +166,10 @@ def _visits(roots: Iterable[nn.Module], units: list[BudgetedUnit]) -> list[tuple
             if parameter.requires_grad and (unit, position) not in used:
                 first.setdefault(unit, []).append(position)
             used.add((unit, position))
-        visits.extend(("use", unit, True, positions) for unit, positions in first.items())
-        for child in module.children():
+        children = len(visits)
+        for _, child in children_of(module):
             walk(child)
+        add_use(visits, children, first)
         # Backward enters it by its output's gradient, if that has one.
         visits.extend(("end", k, trains, []) for k in reversed(own))
 

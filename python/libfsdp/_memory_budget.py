@@ -24,12 +24,16 @@ class MemoryBudget:
         recomputable: the units whose forward may be repeated in backward, by name, and the bytes of activations that each then
             keeps, which are its inputs. The rest of its ``activations`` is then there during its backward only. Those that are
             chosen run under ``torch.utils.checkpoint``. No other unit may lie within such a unit, and it is not the root.
+        microbatches: the backwards before each update, whose gradients add up. If it is left out, the budget chooses again in
+            the first forward that finds gradients, or ``set_requires_gradient_sync(False)``, and raises Error there if nothing
+            fits.
     """
 
     bytes: int
     optimizer_values: int
     activations: Mapping[str, int]
     recomputable: Mapping[str, int]
+    microbatches: int
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class MemoryBudget:
         optimizer_values: int = 2,
         activations: Mapping[str, int | float | str] | None = None,
         recomputable: Mapping[str, int | float | str] | None = None,
+        microbatches: int = 1,
     ) -> None:
         """Sizes are whole numbers of bytes (also as 60e9), or texts such as "60GB" and "1.5GiB".
 
@@ -44,14 +49,19 @@ class MemoryBudget:
 
         Raises:
             TypeError: for values that are neither.
-            ValueError: for texts that are no sizes, negative sizes, and a budget of less than one byte.
+            ValueError: for texts that are no sizes, negative sizes, a budget of less than one byte, and fewer than one
+                microbatch.
         """
         size = as_bytes("memory_budget", bytes)
         if size < 1:
             raise ValueError(f"memory_budget is {size}; give how many bytes of its device a rank may use")
         check_bytes("memory_budget.optimizer_values", optimizer_values)
+        check_bytes("memory_budget.microbatches", microbatches)
+        if microbatches < 1:
+            raise ValueError(f"memory_budget.microbatches is {microbatches}; give 1 or more")
         object.__setattr__(self, "bytes", size)
         object.__setattr__(self, "optimizer_values", optimizer_values)
+        object.__setattr__(self, "microbatches", microbatches)
         for name, given in (("activations", activations), ("recomputable", recomputable)):
             of_units = {
                 unit: as_bytes(f"memory_budget.{name}['{unit}']", value) for unit, value in (given or {}).items()

@@ -12,7 +12,7 @@ import torch
 
 from libfsdp import _C
 from libfsdp._agreement import agree, require_one_device
-from libfsdp._budget_choice import BudgetedUnit, choose
+from libfsdp._budget_choice import BudgetChoice, BudgetedUnit
 from libfsdp._calling import outside_transforms, untraced, weak_method
 from libfsdp._collectives import are_replaced
 from libfsdp._finalization import GradientReductionHandle
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._memory_budget import MemoryBudget
     from libfsdp._mesh import ShardingMesh
     from libfsdp._sharded_parameter import ManagedParameter, ShardedParameter
     from libfsdp._sharding_options import ShardingOptions
@@ -189,7 +188,7 @@ class Model:
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
         self.engine.set_overlaps_reductions(root.running.overlaps_reductions)
-        self.prefetch_depth = root.running.prefetch_depth
+        self.memory_choice = BudgetChoice(root.modules, self.engine, root.running.prefetch_depth)
         self.set_is_last_backward(root.running.is_last_backward)
         self.set_manual_finalization(root.running.manual_finalization)
         self.engine.set_ends_step(root.running.ends_step)
@@ -213,8 +212,8 @@ class Model:
                     "memory_budget": root.options.memory_budget,
                 },
             )
-            self.choose = functools.partial(self._choose, root, units)
-            self.explanation = self.choose(root.options.memory_budget)
+            if root.options.memory_budget is not None and units and not provisional:
+                self.memory_choice.begin(units, root.options.memory_budget)
         except BaseException:
             # No other forward may use a model that has parameters on the meta device, on which the ranks do not agree, or that needs too
             # much memory.
@@ -246,13 +245,6 @@ class Model:
                     set_recomputes(module, False)
                 units.append(BudgetedUnit(name or "(root)", state, parent))
         return units
-
-    def _choose(self, root: MemberState, units: list[BudgetedUnit], budget: MemoryBudget | None) -> str:
-        """Chooses what a memory budget leaves open, and returns what that is, and why."""
-        if budget is None or self.provisional or not units:
-            return "no memory_budget: all options are as they were given\n"
-        self.prefetch_depth, text = choose(root.modules, units, budget, root.running.prefetch_depth)
-        return text
 
     def set_is_last_backward(self, last: bool) -> None:
         """With False, the end of a backward leaves reductions under way."""
@@ -335,13 +327,14 @@ class Model:
         if self.adopt_registered():
             return root.model_of_forward().begin_forward(root)
         self._registrations.check()
+        self.memory_choice.begin_forward()
         self.forward_root = root
         self.inner_root_calls = 0
         root.wait_for_optimizer()
         _C.set_collectives_replaced(are_replaced())
         # A program that counts collectives must see only those that are needed, and not those that predictions start.
         self.leaves_at_once = _C.collectives_are_visible()
-        self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.prefetch_depth)
+        self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.memory_choice.prefetch_depth)
         self.engine.begin_forward()
         return self
 

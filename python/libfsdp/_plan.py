@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
 from libfsdp._activations import kept_by_unit
-from libfsdp._arguments import as_bytes, check_bytes, check_functions, check_ignored, check_policies, refuse
+from libfsdp._arguments import as_bytes, as_flag, check_bytes, check_functions, check_ignored, check_policies, refuse
 from libfsdp._making import make_unit
-from libfsdp._mesh import ShardingMesh
 from libfsdp._placement import dimension_of
+from libfsdp._planned_mesh import PlannedMesh, PlannedRanks, Sizes
 from libfsdp._precision import MixedPrecisionPolicy, keeps_dtype
 from libfsdp._sharded_parameter import ShardedParameter
 from libfsdp._sharding_options import (
@@ -53,42 +53,8 @@ _OPTIONS = {
     "main_params_dtype",
     "main_grads_dtype",
 }
-
-
-@dataclass(frozen=True)
-class PlannedMesh:
-    """Ranks that need not exist.
-
-    Attributes:
-        ranks: the number of ranks that shard.
-        replicas: the size of the mesh's first dimension, if it has two (HSDP, HFSDP).
-        ranks_per_host: the number of consecutive ranks on each host; 0 if all are on one.
-        device_type: "cuda" (NCCL) or "cpu" (Gloo).
-        shared_memory: on CPUs, whether ranks of a host read each other's memory.
-        rank: the rank that is planned. Where rows do not divide by the ranks, the last ones have less.
-    """
-
-    ranks: int
-    replicas: int = 1
-    ranks_per_host: int = 0
-    device_type: str = "cuda"
-    shared_memory: bool = True
-    rank: int = 0
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of its dimensions: those that replicate, if there are replicas, and those that shard."""
-        return (self.ranks,) if self.replicas == 1 else (self.replicas, self.ranks)
-
-    def _of_engine(self) -> _C.DeviceMesh:
-        return _C.planned_mesh(
-            self.device_type,
-            ["shard"] if self.replicas == 1 else ["replicate", "shard"],
-            list(self.sizes),
-            ranks_per_host=self.ranks_per_host,
-            shared_memory=self.shared_memory,
-            rank=self.rank,
-        )
+# Of the steps.
+_OF_STEPS = {"microbatches", "sync_each_microbatch"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +110,7 @@ class Plan:
             in ``peak``.
         fsdp2: what FSDP2 (``torch.distributed.fsdp.fully_shard``) needs at its own peak for the same, as in ``peak``:
             "communication" are the buffers of its gathers and reductions, and "gathered_parameters" their copies. None on one
-            rank, with options that FSDP2 lacks, and with ``reshard_after_forward=False``.
+            rank, with options that FSDP2 lacks, with ``reshard_after_forward=False``, and of several microbatches.
         fsdp2_moment: when FSDP2 has its peak.
     """
 
@@ -203,7 +169,8 @@ class Plan:
             seed: of what is drawn.
 
         Raises:
-            Error: for names that the plan does not have, ranks that do not exist, and negative times.
+            Error: for names that the plan does not have, ranks that do not exist, times that are negative or not finite, and if
+                no time is given.
         """
         return Simulation._of_engine(
             self._planned.simulate(
@@ -237,31 +204,6 @@ class Plan:
         )
 
 
-@dataclass(frozen=True)
-class _PlannedRanks(ShardingMesh):
-    """Ranks that need not exist, where options are checked against ranks."""
-
-    sizes: tuple[int, ...] = (1,)
-
-    @property
-    def shard_size(self) -> int:
-        return self.sizes[-1]
-
-    @property
-    def replicates(self) -> bool:
-        return len(self.sizes) == 2
-
-
-class _Sizes:
-    """The sizes of a mesh."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
-
-    def size(self, dim: int) -> int:
-        return self._sizes[dim]
-
-
 def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
     if units is None:
         return lambda name, module: False
@@ -274,7 +216,7 @@ def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
 
 
 def _parameter(
-    name: str, parameter: nn.Parameter, ranks: _PlannedRanks, options: ShardingOptions, shard_dim: int
+    name: str, parameter: nn.Parameter, ranks: PlannedRanks, options: ShardingOptions, shard_dim: int
 ) -> ShardedParameter:
     """Returns what a unit is made from: see _making.make_parameter."""
     if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
@@ -311,8 +253,9 @@ def plan(
     """Says what a rank will need and send if the module is trained, sharded by :func:`fully_shard` with these options.
 
     The engine itself runs steps of it over memory that has sizes and no bytes, so a plan and a run are the same to the
-    byte: :func:`memory_stats` and :func:`wire_stats` of a run are the plan's ``memory`` and ``wire``. Modules are taken to
-    be used in the order in which they were registered. The module may be on the meta device; it is not changed, and no
+    byte: :func:`memory_stats` and :func:`wire_stats` of a run are the plan's ``memory`` and ``wire``. Without ``inputs``,
+    modules are taken to be used in the order in which they were registered, and parameters of a module that has units within
+    it before and after those. The module may be on the meta device; it is not changed, and no
     value is read. No process group is needed, and no other rank takes part.
 
     Args:
@@ -323,7 +266,7 @@ def plan(
         optimizer_values: the number of values that the optimizer keeps for each element of a shard, in its dtype: 2 for
             AdamW, 1 for SGD with momentum.
         inputs: the arguments of one forward, as a tuple, or by name; of tensors, only shapes and dtypes are used. The forward
-            runs without memory, and what autograd keeps of each unit is in the plan as its activations. Give a model that
+            runs without memory: the plan has its order, and what autograd keeps of each unit as its activations. Give a model that
             computes its loss all that it needs for it. Kernels are chosen as on a CPU. Modules that recompute keep what they keep
             in a run; what they compute again in backward is not in the plan.
         activations: the bytes of activations that stay from a unit's forward to its backward, by the unit's name, in place
@@ -333,12 +276,14 @@ def plan(
             False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements,
             gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype. With
             outer_placements="optim_if_even", parameters that are not cut over both dimensions are in a unit of their own,
-            "... (replicated)".
+            "... (replicated)". And of a step: microbatches, the number of backwards before each update, whose gradients add up
+            (1), and sync_each_microbatch, whether each of them reduces its gradients (True) or the last one alone, as with
+            ``set_requires_gradient_sync(False)`` before the others. The plan's memory and wire are those of all of them.
 
     Raises:
         ValueError: for options that fully_shard would refuse, for parameters that are scalars, shards, DTensors, or in two
-            units, and for ``inputs`` of a module whose forward depends on values of tensors.
-        Error: if the mesh has a number of ranks that is not positive, no such rank, or a device type that is not known.
+            units, if ``units`` matches no module below the root, and for ``inputs`` of a module whose forward depends on values of tensors.
+        Error: if the mesh has a device type that is not known.
         TypeError: if an argument is of another type, or an option is not known; it is named.
     """
     if not isinstance(module, nn.Module):
@@ -349,12 +294,19 @@ def plan(
         refuse("inputs", inputs, "a tuple of arguments, or arguments by their names")
     check_bytes("optimizer_values", optimizer_values)
     measured = {name: as_bytes(f"activations['{name}']", count) for name, count in (activations or {}).items()}
-    unknown = set(options) - _OPTIONS
+    unknown = set(options) - _OPTIONS - _OF_STEPS
     if unknown:
-        refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS)}")
-    ranks = _PlannedRanks(mesh=_Sizes(mesh.sizes), engine_mesh=mesh._of_engine(), sizes=mesh.sizes)
+        refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS | _OF_STEPS)}")
+    microbatches = options.get("microbatches", 1)
+    check_bytes("microbatches", microbatches)
+    if microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches}: give 1 or more")
+    syncs = as_flag("sync_each_microbatch", options.get("sync_each_microbatch", True))
+    ranks = PlannedRanks(mesh=Sizes(mesh.sizes), engine_mesh=mesh.of_engine(), sizes=mesh.sizes)
     of_units = _sharding_options(options, ranks)
     walk = UnitOrder(module, _predicate(units), check_ignored(options.get("ignored_params")))
+    if units is not None and len(walk.names) == 1:
+        raise ValueError(f"units is {units!r}, and no module below the root is one: give None if the root is the only unit")
     no_units = set(measured) - set(walk.names)
     if no_units:
         raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
@@ -363,7 +315,8 @@ def plan(
     of_inputs: dict[str, int] = {}
     if inputs is not None:
         of_names = dict(zip(walk.names, walk.modules, strict=True))
-        kept, of_inputs = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
+        kept, of_inputs, events = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
+        walk.follow(module, events)
     kept |= measured
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
     positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
@@ -382,6 +335,7 @@ def plan(
             of_unit = of_units if is_outer else replace(of_units, outer_sharded=False)
             parameters = [_parameter(given[i][0], given[i][1], ranks, of_unit, dim_of(given[i][1])) for i in chosen]
             unit = _unit(name if is_outer else f"{name} (replicated)", parameters, ranks, of_unit, is_root=k == 0)
+            unit.requires_gradient_sync = unit.requires_all_reduce = syncs
             positions_of.setdefault(k, []).append(len(made))
             places.update({(k, i): (len(made), place) for place, i in enumerate(chosen)})
             made.append((unit, around, kept.pop(name, 0)))
@@ -398,11 +352,12 @@ def plan(
         optimizer_values=optimizer_values,
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
+        microbatches=microbatches,
     )
     return _read(planned, of_inputs)
 
 
-def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOptions:
+def _sharding_options(given: dict[str, Any], ranks: PlannedRanks) -> ShardingOptions:
     """Checks the options as fully_shard does."""
     mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
     offload_policy = given.get("offload_policy", OffloadPolicy())
@@ -437,7 +392,7 @@ def _sharding_options(given: dict[str, Any], ranks: _PlannedRanks) -> ShardingOp
 
 
 def _dim_of(
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: _PlannedRanks, options: ShardingOptions
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: PlannedRanks, options: ShardingOptions
 ) -> Callable[[nn.Parameter], int]:
     """Returns a function of a parameter that says which dimension is cut."""
 
@@ -451,7 +406,7 @@ def _dim_of(
 
 
 def _unit(
-    name: str, parameters: list[ShardedParameter], ranks: _PlannedRanks, options: ShardingOptions, *, is_root: bool
+    name: str, parameters: list[ShardedParameter], ranks: PlannedRanks, options: ShardingOptions, *, is_root: bool
 ) -> _C.ShownUnit:
     """Returns the unit, with the settings that a state of fully_shard gives it."""
     given = options.reshard_after_forward

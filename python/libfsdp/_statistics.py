@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def memory_stats(module: nn.Module) -> dict[str, int]:
     """Returns the bytes that the engine holds for a model on this rank, counted exactly: live and peak, for each kind and in total.
 
-    Gradients that were given to the shards' ``.grad`` belong to the user, and are not counted.
+    Gradients that were given to the shards' ``.grad`` belong to the user, and are not counted. Peaks are those since the first
+    forward, or since :func:`reset_peak_memory_stats`.
 
     Args:
         module: the root, or any sharded module of the model.
@@ -30,6 +31,18 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
     return engine_of(module).memory_stats()
+
+
+def reset_peak_memory_stats(module: nn.Module) -> None:
+    """Makes the peaks of :func:`memory_stats` begin anew with what is held now. The first steps may need more than later ones.
+
+    Args:
+        module: the root, or any sharded module of the model.
+
+    Raises:
+        ValueError: if the module is not sharded, or no forward of the model has run yet.
+    """
+    engine_of(module).reset_peak_memory_stats()
 
 
 def wire_stats(module: nn.Module) -> dict[str, int]:
@@ -58,7 +71,7 @@ def explain(module: nn.Module) -> str:
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.
     """
-    return _model_of(module).explanation
+    return _model_of(module).memory_choice.explanation
 
 
 @dataclass(frozen=True)

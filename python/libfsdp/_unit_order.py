@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -23,9 +23,25 @@ class UnitOrder:
         self._trains = False
         self._walk(root, "", None)
 
+    def follow(self, root: nn.Module, events: list[tuple[str, str, bool]]) -> None:
+        """Takes the order of a forward instead: see kept_by_unit."""
+        places = {parameter: (k, i) for k, given in enumerate(self.parameters) for i, (_, parameter) in enumerate(given)}
+        place_of = {name: places[parameter] for name, parameter in root.named_parameters() if parameter in places}
+        trains = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        self.visits = []
+        for what, name, has_gradient in events:
+            if what != "use":
+                self.visits.append((what, self.names.index(name), has_gradient, []))
+            elif name in trains and name in place_of:
+                unit, position = place_of.pop(name)
+                if self.visits[-1][:2] == ("use", unit):
+                    self.visits[-1][3].append(position)
+                else:
+                    self.visits.append(("use", unit, True, [position]))
+
     def _walk(self, module: nn.Module, name: str, enclosing: int | None) -> None:
         unit = enclosing
-        begins = enclosing is None or self._is_unit(name, module)
+        begins = enclosing is None or module in self._unit_of_module or self._is_unit(name, module)
         if begins:
             if module not in self._unit_of_module:
                 self._unit_of_module[module] = len(self.names)
@@ -36,14 +52,16 @@ class UnitOrder:
             unit = self._unit_of_module[module]
             self.visits.append(("begin", unit, True, []))
         assert unit is not None
-        self._use(module, name, unit)
-        for child_name, child in module.named_children():
+        own = self._use(module, name, unit)
+        children = len(self.visits)
+        for child_name, child in children_of(module):
             self._walk(child, f"{name}.{child_name}" if name else child_name, unit)
+        add_use(self.visits, children, own)
         if begins:
             # Backward enters it by its output's gradient, if that has one.
             self.visits.append(("end", unit, self._trains, []))
 
-    def _use(self, module: nn.Module, name: str, unit: int) -> None:
+    def _use(self, module: nn.Module, name: str, unit: int) -> dict[int, list[int]]:
         first: list[int] = []
         for own_name, parameter in module.named_parameters(recurse=False):
             if parameter in self._ignored:
@@ -60,8 +78,24 @@ class UnitOrder:
                     first.append(len(known))
                 known.append((full_name, parameter))
             self._trains = self._trains or parameter.requires_grad
-        if first:
-            self.visits.append(("use", unit, True, first))
+        return {unit: first}
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the names and modules of the children in the order of their use: one that has several names is used as often."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def add_use(visits: list[tuple[str, int, bool, list[int]]], children: int, own: dict[int, list[int]]) -> None:
+    """Adds the use of a module's own parameters, by unit, to ``visits``, in which its children begin at ``children``.
+
+    Where a module uses them among units within it is not known. They are taken to be used after those: backward then has their
+    gradients for the longest time.
+    """
+    for unit, parameters in own.items():
+        has_units = any(visit[1] != unit for visit in visits[children:])
+        if parameters:
+            visits.insert(len(visits) if has_units else children, ("use", unit, True, parameters))
 
 
 def visits_of_units(

@@ -13,6 +13,7 @@
 #include "engine/engine.h"
 #include "engine/wire_stats.h"
 #include "fsdp/error.h"
+#include "paging/paged_model.h"
 #include "paging/paged_storage.h"
 
 namespace fsdp {
@@ -39,6 +40,7 @@ class Ordered {
 /// Calls `change` with the options of the handle's unit, and with those of the units within it.
 template <typename Change>
 void set_options(const engine::Engine& engine, std::size_t unit, bool recurse, const Change& change) {
+  paging::PagedModel::of(engine).validated = false;  // A memory budget looks at settings.
   for (const auto& other : engine.units()) {
     if (other->place.index == unit || (recurse && engine::encloses(*engine.units()[unit], *other))) change(other->options);
   }
@@ -65,7 +67,10 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
   engine_->set({.buffer_memory = enable ? comm::BufferMemory::kGroup : comm::BufferMemory::kProcess});
 }
 void FSDPModule::set_prefetch_depth(int depth) { engine_->set({.prefetch_depth = depth}); }
-void FSDPModule::set_is_last_backward(bool is_last_backward) { engine_->set({.is_last_backward = is_last_backward}); }
+void FSDPModule::set_is_last_backward(bool is_last_backward) {
+  paging::PagedModel::of(*engine_).validated = false;
+  engine_->set({.is_last_backward = is_last_backward});
+}
 void FSDPModule::finish_gradient_sync() { engine_->main().finish_gradient_sync(); }
 void FSDPModule::reset() { engine_->reset(); }
 void FSDPModule::zero_grad() { engine_->main().zero_grad(); }
@@ -220,6 +225,7 @@ FSDPModule handle(const torch::nn::Module& module) {
 MemoryStats memory_stats(const torch::nn::Module& module) { return handle(module).memory_stats(); }
 
 NoSync::NoSync(const torch::nn::Module& module) : engine_(handle(module).engine()) {
+  paging::PagedModel::of(*engine_).validated = false;
   for (const auto& unit : engine_->units()) {
     found_.push_back(unit->options.requires_gradient_sync);
     unit->options.requires_gradient_sync = false;

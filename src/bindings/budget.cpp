@@ -18,7 +18,9 @@
 #include "bindings/planned_units.h"
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
+#include "hooks/hooked_model.h"
 #include "plan/planned_mesh.h"
+#include "plan/seen_settings.h"
 
 namespace py = pybind11;
 
@@ -36,7 +38,7 @@ struct PlannedSpec {
 };
 
 /// The units of a model, on planned meshes.
-std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units) {
+std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units, const planning::SeenSettings& settings) {
   std::vector<PlannedSpec> specs;
   std::vector<std::pair<std::pair<bool, std::int64_t>, planning::PlannedMeshes>> twins;
   for (const auto& [shown, parent, _] : units) {
@@ -44,6 +46,7 @@ std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units) {
     spec.name = shown->hooked()->unit().name;
     spec.options = shown->hooked()->unit().options;
     spec.options.kept_after_forward = false;
+    settings.apply_to(spec.options, specs.size());
     const std::pair key{spec.separate_reduce_group, spec.reshard_after_forward_size};
     auto found = std::ranges::find(twins, key, &decltype(twins)::value_type::first);
     if (found == twins.end()) found = twins.insert(twins.end(), {key, planning::PlannedMeshes(key.first, key.second)});
@@ -60,6 +63,14 @@ struct PlannedSpecs {
   std::vector<std::int64_t> activations;
   std::vector<std::int64_t> kept_if_recomputed;
   std::int64_t optimizer_values = 2;
+  planning::Microbatches microbatches;
+
+  std::string accumulation() const {
+    const auto reduces = [](const PlannedSpec& unit) {
+      return unit.spec.options.requires_gradient_sync && unit.spec.options.requires_all_reduce;
+    };
+    return planning::accumulation_text(microbatches, std::ranges::all_of(units, reduces));
+  }
 
   Observed observe(const Choice& choice) const {
     const auto engine = std::make_shared<engine::Engine>(
@@ -81,6 +92,7 @@ struct PlannedSpecs {
     };
     planning::PlannedSteps steps(engine, passes, planning::Trigger::kHooks, update);
     steps.set_activations(planning::unit_activations(activations, kept_if_recomputed, choice.recomputed));
+    steps.set_microbatches(microbatches);
     return steps.observe();
   }
 
@@ -101,6 +113,12 @@ std::vector<planning::Remedy> remedies_for(const PlannedSpecs& model, const Choi
         {.option = std::move(option), .bytes = [=, change = std::move(change)] { return model.bytes_with(choice, change); }});
   };
   const auto sharded = Placements::optim_grads_params();
+  if (!model.accumulation().empty()) {
+    add("set_requires_gradient_sync(True) for each backward", [](auto& spec) {
+      spec.options.requires_gradient_sync = true;
+      spec.options.requires_all_reduce = true;
+    });
+  }
   add("reshard_after_forward=True", [](auto& spec) {
     spec.options.reshard_after_forward = true;
     spec.options.kept_across_forwards = false;
@@ -133,25 +151,28 @@ std::vector<planning::Remedy> remedies_for(const PlannedSpecs& model, const Choi
 }
 
 /// Returns the prefetch depth, which units are kept, which recompute, and the explanation. `kept_if_recomputed`: see
-/// planning::unit_activations.
+/// planning::unit_activations. `microbatches`: what the program has given.
 std::tuple<int, std::vector<bool>, std::vector<bool>, std::string> choose(const std::vector<GivenUnit>& units,
                                                                           const std::vector<GivenVisit>& visits,
                                                                           const std::vector<std::int64_t>& kept_if_recomputed,
-                                                                          std::int64_t bytes, std::int64_t optimizer_values,
-                                                                          int prefetch_depth) {
+                                                                          const planning::SeenSettings& settings, std::int64_t bytes,
+                                                                          std::int64_t optimizer_values, int prefetch_depth,
+                                                                          std::int64_t microbatches) {
   const py::gil_scoped_release no_gil;
-  auto specs = specs_of(units);
+  auto specs = specs_of(units, settings);
   const auto mesh = specs.front().spec.mesh;  // the root's
   PlannedSpecs model{.mesh = mesh,
                      .units = std::move(specs),
                      .passes = passes_of(visits),
                      .activations = {},
                      .kept_if_recomputed = kept_if_recomputed,
-                     .optimizer_values = optimizer_values};
-  planning::Budget budget{
-      .bytes = bytes, .given = {.prefetch_depth = prefetch_depth}, .recomputable = {}, .observe = [&](const Choice& choice) {
-        return model.observe(choice);
-      }};
+                     .optimizer_values = optimizer_values,
+                     .microbatches = settings.microbatches({.count = microbatches})};
+  planning::Budget budget{.bytes = bytes,
+                          .given = {.prefetch_depth = prefetch_depth},
+                          .recomputable = {},
+                          .accumulation = model.accumulation(),
+                          .observe = [&](const Choice& choice) { return model.observe(choice); }};
   for (const auto& [shown, parent, activations] : units) model.activations.push_back(activations);
   for (const auto kept : kept_if_recomputed) budget.recomputable.push_back(kept != planning::kNeverRecomputed);
   auto chosen = planning::choose(budget);
@@ -169,9 +190,17 @@ std::tuple<int, std::vector<bool>, std::vector<bool>, std::string> choose(const 
 }  // namespace
 
 void bind_budget(py::module_& module) {
+  py::class_<planning::SeenSettings>(module, "SeenSettings", "What a program sets between steps, as far as a memory budget depends on it.")
+      .def(py::init<>())
+      .def(
+          "grown",
+          [](const planning::SeenSettings& settings, hooks::HookedModel& model, bool gradients_add_up) {
+            return settings.grown(model.engine().units(), gradients_add_up);
+          },
+          "With the settings that the model's units have now; None if a step does not need more with them.");
   module.def(
-      "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::arg("kept_if_recomputed"), py::kw_only(), py::arg("bytes"),
-      py::arg("optimizer_values"), py::arg("prefetch_depth"),
+      "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::arg("kept_if_recomputed"), py::arg("settings"),
+      py::kw_only(), py::arg("bytes"), py::arg("optimizer_values"), py::arg("prefetch_depth"), py::arg("microbatches"),
       "The prefetch depth, which of these units of a model are kept from forward into backward, which recompute, and why. Raises Error if "
       "nothing fits. A unit for which kept_if_recomputed is -1 never recomputes.");
   module.def(

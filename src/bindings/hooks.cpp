@@ -449,6 +449,7 @@ void bind_hooks(py::module_& module) {
       .def(
           "set_prefetch_depth", [](HookedModel& model, int depth) { model.engine().set({.prefetch_depth = depth}); }, kNoGil)
       .def("memory_stats", &memory_stats)
+      .def("reset_peak_memory_stats", [](HookedModel& model) { model.engine().accounting().reset_peaks(); })
       .def(
           "has_left_gradients", [](HookedModel& model) { return engine::has_left_gradients(model.engine()); }, kNoGil)
       .def("wire_stats", &wire_stats, py::arg("further"));

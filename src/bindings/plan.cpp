@@ -32,7 +32,7 @@ namespace fsdp::bindings {
 namespace {
 
 Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits, std::int64_t optimizer_values,
-          int prefetch_depth, std::int64_t keep_gathered_bytes) {
+          int prefetch_depth, std::int64_t keep_gathered_bytes, std::int64_t microbatches) {
   const py::gil_scoped_release no_gil;
   const auto engine = std::make_shared<engine::Engine>(engine::EngineOptions{.mesh = mesh,
                                                                              .tensor_parallel = {},
@@ -70,8 +70,9 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
   };
   planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kHooks, update);
   steps.set_activations(planning::unit_activations(activations));
+  steps.set_microbatches({.count = microbatches});
   auto plan = steps.run();
-  plan.fsdp2 = fsdp2;
+  if (microbatches == 1) plan.fsdp2 = fsdp2;
   for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];
   return plan;
 }
@@ -103,7 +104,7 @@ void bind_plan(py::module_& module) {
   module.def("planned_mesh", &planned_mesh, py::arg("device_type"), py::arg("dims"), py::arg("sizes"), py::kw_only(),
              py::arg("ranks_per_host"), py::arg("shared_memory"), py::arg("rank"), "A mesh that need not exist, for plan().");
   module.def("plan", &plan, py::arg("mesh"), py::arg("units"), py::arg("visits"), py::kw_only(), py::arg("optimizer_values"),
-             py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"),
+             py::arg("prefetch_depth"), py::arg("keep_gathered_bytes"), py::arg("microbatches"),
              "What training of these units needs and sends. The units can't be used for anything else.");
   py::class_<Plan>(module, "Plan", "What a rank needs and sends in one step.")
       .def("text", &Plan::text)

@@ -93,12 +93,35 @@ BudgetedModel::BudgetedModel(const torch::nn::Module& module, const shard::Model
   chosen_ = choose(model_, model_.given(), options.offload == Offload::kNone, on_planned_meshes(options), /*redrafts=*/true, planned_with);
 }
 
-void BudgetedModel::apply_to(engine::Engine& engine) const {
+void BudgetedModel::apply_to(engine::Engine& engine) {
   const auto has = [](const std::vector<bool>& units, std::size_t k) { return !units.empty() && units[k]; };
   for (const auto& unit : engine.units()) {
     unit->options.kept_after_forward = has(chosen_.choice.kept, unit->place.index);
     unit->options.recomputes = has(chosen_.choice.recomputed, unit->place.index);
   }
+  if (auto grown = model_.settings().grown(engine.units(), false)) model_.set_settings(*std::move(grown));
+}
+
+void BudgetedModel::reconsider(engine::Engine& engine) {
+  auto grown = model_.settings().grown(engine.units(), engine.adds_to_gradients());
+  if (!grown) return;
+  auto model = model_;
+  model.set_settings(*std::move(grown));
+  choose_again(engine, std::move(model));
+}
+
+void BudgetedModel::choose_again(engine::Engine& engine, planning::PlannedModel model) {
+  auto given = model.given();
+  given.offloads_optimizer_state = chosen_.choice.offloads_optimizer_state;
+  const auto planned_with = [&](const FullyShardOptions& changed) {
+    auto other = model;
+    other.options() = changed;
+    return other;
+  };
+  chosen_ = choose(model, given, /*may_offload=*/false, model.options(), /*redrafts=*/false, planned_with);
+  model_ = std::move(model);
+  engine.set({.prefetch_depth = chosen_.choice.prefetch_depth});
+  apply_to(engine);
 }
 
 void BudgetedModel::adjust(engine::Engine& engine, const std::vector<std::string>& names, std::vector<std::int64_t> activations,
@@ -117,16 +140,7 @@ void BudgetedModel::adjust(engine::Engine& engine, const std::vector<std::string
   for (std::size_t k = 0; k < names.size(); ++k) by_name[names[k]] = activations[k];
   auto model = model_;
   model.set_activations(by_name);
-  auto given = model.given();
-  given.offloads_optimizer_state = chosen_.choice.offloads_optimizer_state;
-  const auto planned_with = [&](const FullyShardOptions& changed) {
-    auto other = model;
-    other.options() = changed;
-    return other;
-  };
-  chosen_ = choose(model, given, /*may_offload=*/false, model.options(), /*redrafts=*/false, planned_with);
-  engine.set({.prefetch_depth = chosen_.choice.prefetch_depth});
-  apply_to(engine);
+  choose_again(engine, std::move(model));
 }
 
 planning::Chosen BudgetedModel::choose(const planning::PlannedModel& model, const Choice& given, bool may_offload,
@@ -136,6 +150,7 @@ planning::Chosen BudgetedModel::choose(const planning::PlannedModel& model, cons
                           .recomputable = model.recomputable(),
                           .may_offload = may_offload,
                           .offload_option = "offload = Offload::kOptimizerState",
+                          .accumulation = model.accumulation(),
                           .observe = [&](const Choice& choice) { return model.observe(choice); }};
   if (tensor_parallel_.defined()) budget.largest = [this](auto numbers) { return largest(std::move(numbers)); };
   auto chosen = planning::choose(budget);
@@ -150,7 +165,14 @@ planning::Chosen BudgetedModel::choose(const planning::PlannedModel& model, cons
     choice.recomputed = other.recomputable();
     return largest({other.observe(choice).most}).front();
   };
-  throw Error(planning::too_small(budget, chosen, remedies_for(least, bytes_with, redrafts)));
+  auto remedies = remedies_for(least, bytes_with, redrafts);
+  auto synchronized = model;
+  synchronized.synchronize();
+  if (synchronized.accumulation() != model.accumulation()) {
+    remedies.insert(remedies.begin(), {.option = "gradients that each backward reduces",
+                                       .bytes = [&] { return largest({synchronized.observe(chosen.choice).most}).front(); }});
+  }
+  throw Error(planning::too_small(budget, chosen, remedies));
 }
 
 /// Of each number, the largest that a rank with other tensor-parallel pieces has.

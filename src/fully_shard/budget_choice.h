@@ -27,8 +27,11 @@ class BudgetedModel final : public engine::MemoryChoice {
   const std::string& explanation() const { return chosen_.explanation; }
   std::vector<std::string> names() const { return model_.names(); }
 
-  /// Tells the engine's units what was chosen for each of them.
-  void apply_to(engine::Engine& engine) const;
+  /// Gives the engine's units what was chosen for each of them. Their settings are those that were chosen for.
+  void apply_to(engine::Engine& engine);
+  /// Call it when a forward begins. Chooses again if a step needs more than before, because of settings that units have now, or because the
+  /// last backward has added to earlier gradients. Throws Error if nothing fits; all is then as it was.
+  void reconsider(engine::Engine& engine);
   /// See adjust_memory_budget. `activations` are those of `names`. A rank that can't give them says why in `refusal`.
   void adjust(engine::Engine& engine, const std::vector<std::string>& names, std::vector<std::int64_t> activations,
               const std::string& refusal);
@@ -39,6 +42,7 @@ class BudgetedModel final : public engine::MemoryChoice {
   /// `options`: the model's; `redrafts`: whether `planned_with` makes units anew.
   planning::Chosen choose(const planning::PlannedModel& model, const planning::Choice& given, bool may_offload,
                           const FullyShardOptions& options, bool redrafts, const Planner& planned_with) const;
+  void choose_again(engine::Engine& engine, planning::PlannedModel model);
   std::vector<std::int64_t> largest(std::vector<std::int64_t> numbers) const;
 
   MemoryBudget budget_;

@@ -190,6 +190,12 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   if (!different.empty()) {  // The program may load others before it trains.
     model->after_first_backward = [&owner = *engine, different = std::move(different)] { warn_of(different, owner); };
   }
+  if (budgeted) {
+    model->validate = [check = model->validate, choice = budgeted.get(), of = std::weak_ptr(engine)] {
+      check();
+      if (const auto sharded = of.lock()) choice->reconsider(*sharded);  // whose options hold the choice
+    };
+  }
   return FSDPModule(engine, 0);
 }
 

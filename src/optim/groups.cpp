@@ -158,6 +158,18 @@ void Groups::restore(std::size_t index, const Settings& settings) {
 }
 
 void Groups::take_in(const engine::Engine& engine, const Selection& updates) {
+  std::string first;
+  std::vector<bool> matches(groups_.size());
+  for (const auto& unit : engine.units()) {
+    for (const auto& parameter : unit->parameters) {
+      if (first.empty()) first = parameter.name;
+      for (std::size_t g = 0; g < groups_.size(); ++g) matches[g] = matches[g] || groups_[g].matches(parameter.name);
+    }
+  }
+  if (const auto none = std::find(matches.begin(), matches.end(), false); none != matches.end()) {
+    throw Error("ParamGroup " + std::to_string(none - matches.begin()) + " matches no parameter of the model, whose names are such as '" +
+                first + "'");
+  }
   const auto own = rules_.describe(settings_.front());
   for (const auto& unit : engine.units()) {
     for (std::size_t i = 0; i < unit->parameters.size(); ++i) {

@@ -68,8 +68,8 @@ class Groups {
   /// Sets the group's values of `settings`, except the learning rate. Throws Error for values out of range, and if a value that cannot be
   /// set differs from the present one.
   void restore(std::size_t index, const Settings& settings);
-  /// Finds the groups of the parameters that the algorithm updates. Call it once. Throws Error if the group of such a parameter sets a
-  /// value that the algorithm does not use.
+  /// Finds the groups of the parameters that the algorithm updates. Call it once. Throws Error if a group matches no parameter of the
+  /// model, or that of such a parameter sets a value that the algorithm does not use.
   void take_in(const engine::Engine& engine, const Selection& updates);
   /// True if the group has parameters that take_in() has found.
   bool has_parameters(std::size_t index) const { return has_parameters_[index]; }

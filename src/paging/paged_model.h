@@ -13,8 +13,8 @@ struct PagedModel {
   static PagedModel& of(const engine::Engine& engine);
 
   Gate gate;
-  /// Called before the first touch, and before the first touch after each backward. Throws if the module is no longer the one that was
-  /// sharded. May be empty.
+  /// Called before the first touch, and before the first touch after each backward or change of settings. Throws if the module is no longer
+  /// the one that was sharded, or a memory budget can't be kept any more. May be empty.
   std::function<void()> validate;
   std::atomic<bool> validated = false;
   /// Called once, when the first backward has ended. May be empty.

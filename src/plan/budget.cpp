@@ -119,6 +119,7 @@ std::string explanation(const Budget& budget, const PlannedChoice& planned, std:
   text += choice.prefetch_depth == budget.given.prefetch_depth
               ? ", as given\n"
               : ", because " + options_text(budget, tried[0].first) + " needs " + bytes_text(tried[0].second) + "\n";
+  if (!budget.accumulation.empty()) text += "gradients: " + budget.accumulation + "\n";
   if (choice.offloads_optimizer_state && !budget.given.offloads_optimizer_state) {
     const auto& [before, bytes] = tried[static_cast<std::size_t>(budget.given.prefetch_depth)];  // the last one without offload
     text += "optimizer state: offloaded, because without it " + options_text(budget, before) + " needs " + bytes_text(bytes) + "\n";
@@ -139,12 +140,17 @@ std::string explanation(const Budget& budget, const PlannedChoice& planned, std:
     text += "kept from forward into backward: no unit" + std::string(can == 0 ? ", because none is gathered twice" : ", because none fits");
   } else {
     text += "kept from forward into backward: " + names_of(units, observed) + " (" + std::to_string(count) + " of " + std::to_string(can) +
-            " that are gathered twice), which saves " + bytes_text(saved) + " of all-gathers in each step";
+            " that are gathered twice), which saves " + bytes_text(saved) + " of all-gathers in each backward";
   }
   return text + "\n";
 }
 
 }  // namespace
+
+std::string accumulation_text(const Microbatches& microbatches, bool reduced) {
+  if (microbatches.count == 1) return "";
+  return std::string("those of several backwards add up") + (reduced ? "" : ", unreduced until the last one");
+}
 
 Chosen choose(const Budget& budget) {
   std::vector<std::pair<Choice, std::int64_t>> tried;
@@ -174,6 +180,7 @@ Chosen choose(const Budget& budget) {
 std::string too_small(const Budget& budget, const Chosen& least, const std::vector<Remedy>& remedies) {
   auto text = "memory_budget " + bytes_text(budget.bytes) + " is too small by " + bytes_text(least.bytes - budget.bytes) + ": even with " +
               options_text(budget, least.choice) + " and no unit kept, a rank needs " + bytes_text(least.bytes) + ", in " + least.moment;
+  if (!budget.accumulation.empty()) text += "; of gradients, " + budget.accumulation;
   std::string best;
   auto fewest = least.bytes;
   for (const auto& [option, bytes_with] : remedies) {

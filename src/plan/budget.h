@@ -25,11 +25,15 @@ struct Budget {
   std::vector<bool> recomputable;   ///< By unit: whether its forward may be repeated.
   bool may_offload = false;         ///< Whether optimizer state may be offloaded that is not.
   std::string offload_option = {};  ///< What optimizer state is offloaded by, for texts.
+  std::string accumulation = {};    ///< How gradients of several backwards add up, for texts; empty if they do not.
   /// Plans steps with these options.
   std::function<Observed(const Choice& choice)> observe;
   /// Returns, of each number, the largest that any rank has. Collective. Empty: this rank's plan is that of all.
   std::function<std::vector<std::int64_t>(std::vector<std::int64_t> numbers)> largest = {};
 };
+
+/// Returns Budget::accumulation. `reduced`: whether each of the backwards reduces its gradients.
+std::string accumulation_text(const Microbatches& microbatches, bool reduced);
 
 struct Chosen {
   Choice choice;

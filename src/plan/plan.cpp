@@ -44,6 +44,16 @@ DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshD
     throw Error("planned_device_mesh: device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");
   }
   if (options.ranks_per_host < 0) throw Error("planned_device_mesh: ranks_per_host " + std::to_string(options.ranks_per_host));
+  std::int64_t ranks = 1;
+  for (const auto& dim : dims) {
+    if (dim.size < 1) {
+      throw Error("planned_device_mesh: dimension '" + dim.name + "' has " + std::to_string(dim.size) + " ranks; give 1 or more");
+    }
+    ranks *= dim.size;
+  }
+  if (options.rank < 0 || options.rank >= ranks) {
+    throw Error("planned_device_mesh: there is no rank " + std::to_string(options.rank) + " of " + std::to_string(ranks));
+  }
   const auto type = device_type == "cpu" ? c10::kCPU : c10::kCUDA;
   return comm::make_null_mesh({.dims = std::move(dims),
                                .rank = options.rank,

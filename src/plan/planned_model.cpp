@@ -57,6 +57,7 @@ struct PlannedModel::Steps {
   std::shared_ptr<optim::Algorithm> algorithm;
   Passes passes;
   std::vector<UnitActivations> activations;
+  Microbatches microbatches;
 
   /// Calls `use` with the steps.
   template <typename Use>
@@ -69,6 +70,7 @@ struct PlannedModel::Steps {
     };
     PlannedSteps steps(engine, passes, Trigger::kPaging, update);
     steps.set_activations(activations);
+    steps.set_microbatches(microbatches);
     return use(steps);
   }
 };
@@ -80,6 +82,7 @@ PlannedModel::PlannedModel(const torch::nn::Module& module, FullyShardOptions op
   if (!options_.mesh.defined() || !options_.mesh.device().is_meta()) {
     throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
   }
+  if (planned_.microbatches < 1) throw Error("plan(): microbatches " + std::to_string(planned_.microbatches) + "; give 1 or more");
   shard::draft_model(module, options_, draft_);
   passes_ = module_order(module, draft_.plans);
   for (std::size_t k = 0; k < draft_.plans.size(); ++k) {
@@ -114,6 +117,7 @@ Plan PlannedModel::plan() const {
   for (const auto& state : steps.algorithm->state()) {
     plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
   }
+  if (planned_.microbatches > 1) return plan;
   plan.fsdp2 = fsdp2_memory({.engine = *steps.engine,
                              .passes = steps.passes,
                              .activations = activations_,
@@ -158,13 +162,30 @@ void PlannedModel::set_activations(const std::map<std::string, std::int64_t>& by
   activations_ = std::move(activations);
 }
 
+std::string PlannedModel::accumulation() const {
+  return accumulation_text(microbatches(), planned_.sync_each_microbatch && settings_ == settings_.synchronized());
+}
+
+void PlannedModel::synchronize() {
+  planned_.microbatches = microbatches().count;
+  planned_.sync_each_microbatch = true;
+  settings_ = settings_.synchronized();
+}
+
 PlannedModel::Steps PlannedModel::make(const Choice& choice) const {
   auto options = options_;
   options.prefetch_depth = choice.prefetch_depth;
   if (choice.offloads_optimizer_state) options.offload = std::max(options.offload, Offload::kOptimizerState);
   Steps steps;
   steps.engine = make_engine(draft_, options);
-  for (std::size_t k = 0; k < choice.kept.size(); ++k) steps.engine->units()[k]->options.kept_after_forward = choice.kept[k];
+  for (const auto& unit : steps.engine->units()) {
+    const auto k = unit->place.index;
+    settings_.apply_to(unit->options, k);
+    unit->options.requires_gradient_sync = unit->options.requires_gradient_sync && planned_.sync_each_microbatch;
+    unit->options.requires_all_reduce = unit->options.requires_all_reduce && planned_.sync_each_microbatch;
+    unit->options.kept_after_forward = !choice.kept.empty() && choice.kept[k];
+  }
+  steps.microbatches = microbatches();
   steps.passes = planned_.order.forward.empty() ? passes_ : given_order(planned_.order, *steps.engine);
   steps.activations = unit_activations(activations_, kept_if_recomputed_, choice.recomputed);
   steps.algorithm = make_algorithm(steps.engine, planned_.optimizer);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fsdp/fully_shard.h"
@@ -12,6 +13,7 @@
 #include "fsdp/plan.h"
 #include "plan/budget.h"
 #include "plan/planned_step.h"
+#include "plan/seen_settings.h"
 #include "shard/model_draft.h"
 
 namespace fsdp::planning {
@@ -36,16 +38,25 @@ class PlannedModel {
   std::vector<std::string> names() const;
   /// From now on, these are the activations. Throws Error for names of no unit.
   void set_activations(const std::map<std::string, std::int64_t>& by_name);
+  /// From now on, units have these settings in all backwards of a step but the last.
+  void set_settings(SeenSettings settings) { settings_ = std::move(settings); }
+  const SeenSettings& settings() const { return settings_; }
+  /// How gradients add up: see Budget.
+  std::string accumulation() const;
+  /// From now on, all backwards of a step reduce their gradients.
+  void synchronize();
   /// Without its functions. Changes of what does not say how units are made count: placements, reshard_after_forward, offload.
   FullyShardOptions& options() { return options_; }
 
  private:
   struct Steps;
   Steps make(const Choice& choice) const;
+  Microbatches microbatches() const { return settings_.microbatches({.count = planned_.microbatches}); }
   std::vector<std::int64_t> by_unit(const std::map<std::string, std::int64_t>& by_name, const std::string& what) const;
 
   FullyShardOptions options_;
   PlanOptions planned_;
+  SeenSettings settings_;
   shard::ModelDraft draft_;
   Passes passes_;
   std::vector<std::int64_t> activations_;

@@ -154,7 +154,10 @@ PlannedSteps::PlannedSteps(std::shared_ptr<engine::Engine> engine, Passes passes
       trigger_(trigger),
       update_(std::move(update)),
       activations_(engine_->units().size()),
-      highest_(engine_->accounting()) {}
+      highest_(engine_->accounting()),
+      has_taken_(engine_->units().size()) {
+  for (const auto& unit : engine_->units()) given_.push_back(unit->options);
+}
 
 Plan PlannedSteps::run() {
   for (int k = 0; k < kStepsUntilAlike; ++k) step();
@@ -207,8 +210,15 @@ Observed PlannedSteps::observe() {
 
 void PlannedSteps::note_moment() {
   if (!observes_) return;
-  auto& moment = moments_.emplace_back(Moment{.load = highest_.take_load(), .present = {}});
-  for (const auto& unit : engine_->units()) moment.present.push_back(unit->state() != engine::ParameterState::kSharded);
+  const auto& units = engine_->units();
+  if (moment_ == moments_.size()) moments_.push_back({.load = {}, .present = std::vector<bool>(units.size())});
+  auto& moment = moments_[moment_++];
+  const auto load = highest_.take_load();
+  moment.load.slots = std::max(moment.load.slots, load.slots);
+  moment.load.rest = std::max(moment.load.rest, load.rest);
+  for (std::size_t k = 0; k < units.size(); ++k) {
+    if (units[k]->state() != engine::ParameterState::kSharded) moment.present[k] = true;
+  }
 }
 
 /// Blocks of slots stay until the end of the pass on a device, and for ever on a CPU. So what slots hold at one moment is beside all that
@@ -281,21 +291,33 @@ Keepable PlannedSteps::parameters_of(const Unit& unit) const {
 
 void PlannedSteps::step() {
   moments_.clear();
-  if (trigger_ == Trigger::kHooks) {
-    highest_.at("the beginning of forward");
-    // An optimizer has stepped, whose hooks say so.
-    if (std::exchange(has_stepped_, true)) engine_->main().changed(/*forward_begins=*/true);
-    engine_->begin_forward(/*kept_is_outdated=*/true);
+  for (std::int64_t k = 0; k < microbatches_.count; ++k) {
+    begin_microbatch(k);
+    forward();
+    backward(/*ends_step=*/k + 1 == microbatches_.count);
   }
-  forward();
-  backward();
   highest_.at("the update");
   if (recorder_ != nullptr) recorder_->update();
   update_(highest_);
-  engine_->main().zero_grad();
-  highest_.outside.main_gradients = 0;
-  highest_.outside.host -= std::exchange(taken_to_host_, 0);
+  drop_gradients();
   note_moment();
+}
+
+void PlannedSteps::begin_microbatch(std::int64_t number) {
+  moment_ = 0;
+  const bool last = number + 1 == microbatches_.count;
+  for (const auto& unit : engine_->units()) {
+    const auto& given = given_[unit->place.index];
+    unit->options.requires_gradient_sync = last || given.requires_gradient_sync;
+    unit->options.requires_all_reduce = last || given.requires_all_reduce;
+  }
+  engine_->set({.is_last_backward = last || !microbatches_.leaves_reductions, .manual_finalization = microbatches_.manual_finalization});
+  if (trigger_ != Trigger::kHooks) return;
+  highest_.at("the beginning of forward");
+  // An optimizer has stepped, whose hooks say so.
+  const bool updated = number == 0 && std::exchange(has_stepped_, true);
+  if (updated) engine_->main().changed(/*forward_begins=*/true);
+  engine_->begin_forward(/*kept_is_outdated=*/number == 0);
 }
 
 void PlannedSteps::enter(const Visit& visit, Pass pass) {
@@ -329,11 +351,11 @@ void PlannedSteps::forward() {
     }
     note_moment();
   }
-  first_of_backward_ = moments_.size();
+  first_of_backward_ = moment_;
   if (trigger_ == Trigger::kHooks) engine_->end_forward();
 }
 
-void PlannedSteps::backward() {
+void PlannedSteps::backward(bool ends_step) {
   const auto alive = std::make_shared<char>();
   highest_.at("the beginning of backward");
   engine_->begin_backward(alive, engine::BackwardOf::kAllLeaves);
@@ -363,18 +385,30 @@ void PlannedSteps::backward() {
   }
   highest_.at("the end of backward");
   engine_->end_backward();
-  if (trigger_ == Trigger::kHooks) take_gradients();
+  if (ends_step && microbatches_.manual_finalization) engine_->finalize_backward(/*wait=*/true);
+  const bool delivers = ends_step || !(microbatches_.leaves_reductions || microbatches_.manual_finalization);
+  if (trigger_ == Trigger::kHooks && delivers) take_gradients();
   note_moment();
 }
 
-/// The hooks' users own the gradients.
+/// The hooks' users own the gradients. What comes later is added to those that they have.
 void PlannedSteps::take_gradients() {
   for (const auto& unit : engine_->units()) {
-    if (engine_->main().take_gradients(*unit).empty()) continue;
-    (unit->offloaded() ? taken_to_host_ : highest_.outside.main_gradients) += unit->main_gradient.buffer.bytes;
+    if (engine_->main().take_gradients(*unit).empty() || has_taken_[unit->place.index]) continue;
+    has_taken_[unit->place.index] = true;
+    (unit->offloaded() ? highest_.outside.host : highest_.outside.main_gradients) += unit->main_gradient.buffer.bytes;
   }
-  highest_.outside.host += taken_to_host_;
   highest_.look();
+}
+
+void PlannedSteps::drop_gradients() {
+  engine_->main().zero_grad();
+  highest_.outside.main_gradients = 0;
+  for (const auto& unit : engine_->units()) {
+    const bool taken = has_taken_[unit->place.index];
+    has_taken_[unit->place.index] = false;
+    if (taken && unit->offloaded()) highest_.outside.host -= unit->main_gradient.buffer.bytes;
+  }
 }
 
 }  // namespace fsdp::planning

@@ -81,6 +81,13 @@ struct UnitActivations {
   std::int64_t recomputed = 0;    ///< Its backward has them besides, because it begins with a repetition of the forward.
 };
 
+/// The backwards before each update, whose gradients add up. All but the last are made with the settings that units have.
+struct Microbatches {
+  std::int64_t count = 1;
+  bool leaves_reductions = false;    ///< All but the last leave reductions under way (StepSettings::is_last_backward).
+  bool manual_finalization = false;  ///< They reduce nothing at their ends; the last one is followed by finalize_backward.
+};
+
 /// What units have that keep `activations` from forward to backward, but only `kept_if_recomputed` if `recomputed` says that backward
 /// repeats their forward. All are by unit; an empty `recomputed` says that none does.
 std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& activations,
@@ -92,8 +99,9 @@ constexpr std::int64_t kNeverRecomputed = -1;
 
 /// Something of each unit that may stay from forward into backward: whole parameters, or activations.
 struct MayStay {
-  std::vector<std::int64_t> loads;  ///< By moment of the last step: what the device has to have because of it.
-  std::vector<Keepable> units;      ///< One per unit. What can't be kept, or stays anyway, saves nothing.
+  /// By moment of the last step: what the device has to have because of it. Of several microbatches, the one that needs most counts.
+  std::vector<std::int64_t> loads;
+  std::vector<Keepable> units;  ///< One per unit. What can't be kept, or stays anyway, saves nothing.
 };
 
 /// What steps have shown, for those who choose options.
@@ -112,6 +120,7 @@ class PlannedSteps {
 
   /// By unit.
   void set_activations(std::vector<UnitActivations> activations) { activations_ = std::move(activations); }
+  void set_microbatches(const Microbatches& microbatches) { microbatches_ = microbatches; }
 
   /// Runs steps until they are alike, and returns what the last one needs and sends.
   Plan run();
@@ -126,11 +135,13 @@ class PlannedSteps {
   };
 
   void step();
+  void begin_microbatch(std::int64_t number);
   void forward();
-  void backward();
+  void backward(bool ends_step);
   void enter(const Visit& visit, engine::Pass pass);
   void compute(const Visit& visit, engine::Pass pass);
   void take_gradients();
+  void drop_gradients();
   void note_moment();
   std::vector<std::int64_t> loads_of_parameters() const;
   std::vector<std::int64_t> loads_of_activations() const;
@@ -145,9 +156,12 @@ class PlannedSteps {
   Highest highest_;
   StepRecorder* recorder_ = nullptr;  // in the last step
   bool has_stepped_ = false;
-  std::int64_t taken_to_host_ = 0;  // bytes of offloaded gradients that the program has
+  Microbatches microbatches_;
+  std::vector<engine::UnitOptions> given_;  // the options of units in all microbatches but the last
+  std::vector<bool> has_taken_;             // by unit: whether the program has gradients of it
   bool observes_ = false;
   std::vector<Moment> moments_;  // of the present step
+  std::size_t moment_ = 0;       // in the present microbatch
   std::size_t first_of_backward_ = 0;
 };
 

@@ -27,18 +27,27 @@ void check(const Plan& plan, const SimulationOptions& options) {
   check_names(options.units, plan.units, "unit", &PlannedUnit::name);
   check_names(options.links, plan.links, "link", &PlannedLink::dim);
   const auto refuse = [](const std::string& what) { throw Error("simulate(): " + what); };
+  const auto check_time = [&](const std::string& what, double time) {
+    if (!std::isfinite(time) || time < 0) refuse(what + " is " + std::to_string(time) + "; give a finite number, 0 or more");
+    return time > 0;
+  };
+  bool has_times = static_cast<bool>(options.delay_ms);
   for (const auto& [name, time] : options.units) {
-    if (time.forward_ms < 0 || time.backward_ms < 0) refuse("the time of unit '" + name + "' is negative");
+    has_times |= check_time("forward_ms of unit '" + name + "'", time.forward_ms);
+    has_times |= check_time("backward_ms of unit '" + name + "'", time.backward_ms);
   }
   for (const auto& [name, rate] : options.links) {
-    if (rate.latency_us < 0 || rate.bytes_per_s < 0) refuse("the rate of link '" + name + "' is negative");
+    has_times |= check_time("latency_us of link '" + name + "'", rate.latency_us);
+    has_times |= check_time("bytes_per_s of link '" + name + "'", rate.bytes_per_s);
   }
   for (const auto& [rank, factor] : options.slow_ranks) {
     if (rank < 0 || rank >= plan.ranks) refuse("there is no rank " + std::to_string(rank) + " of " + std::to_string(plan.ranks));
-    if (factor < 0) refuse("the factor of rank " + std::to_string(rank) + " is negative");
+    check_time("the factor of rank " + std::to_string(rank), factor);
   }
-  if (options.steps < 1 || options.update_ms < 0 || options.jitter < 0)
-    refuse("steps must be positive, and update_ms and jitter not negative");
+  if (options.steps < 1) refuse("steps is " + std::to_string(options.steps) + "; give 1 or more");
+  check_time("jitter", options.jitter);
+  has_times |= check_time("update_ms", options.update_ms);
+  if (!has_times) refuse("no times are given, with which each step would take 0 ms; give units, links or update_ms");
 }
 
 /// All ranks of a plan. Times are in milliseconds since the beginning.
@@ -88,6 +97,7 @@ class SimulatedRanks {
     if (!options_.delay_ms) return;
     for (std::size_t rank = 0; rank < now_.size(); ++rank) {
       const double delay = action.share * options_.delay_ms(static_cast<std::int64_t>(rank), step, action.unit, action.in_backward);
+      if (!std::isfinite(delay)) throw Error("simulate(): delay_ms of rank " + std::to_string(rank) + " is " + std::to_string(delay));
       now_[rank] += delay;
       computed_ += delay;
     }

@@ -41,12 +41,19 @@ class ModuleOrder {
       trains = trains || item.value().requires_grad();
       if (seen_.insert(position->first).second && item.value().requires_grad()) use.gradients.push_back(parameter);
     }
-    for (auto& [unit, use] : uses) {
-      use.enters = needs_values_in_backward(module, trains);
-      forward_.push_back(std::move(use));
-    }
+    for (auto& [unit, use] : uses) use.enters = needs_values_in_backward(module, trains);
+    const auto own = forward_.size();
+    for (const auto& [unit, use] : uses) forward_.push_back(use);
+    const auto children = forward_.size();
     input_has_gradient_ = input_has_gradient_ || trains;
     for (const auto& child : module.named_children()) visit(*child.value());
+    // Where a module uses its own parameters among units within it is not known. They are taken to be used before and after those: backward
+    // then has their gradients for the longest time.
+    for (std::size_t k = own; k < children; ++k) {
+      const auto is_other = [unit = forward_[k].unit](const Visit& visit) { return visit.unit != unit; };
+      if (!std::any_of(forward_.begin() + static_cast<std::ptrdiff_t>(children), forward_.end(), is_other)) continue;
+      forward_.push_back({.unit = forward_[k].unit, .gradients = std::exchange(forward_[k].gradients, {})});
+    }
   }
 
   std::vector<Visit> take() { return std::move(forward_); }

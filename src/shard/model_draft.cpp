@@ -161,9 +161,10 @@ std::string describe_pieces(const std::vector<UnitPlan>& plans, const FullyShard
 
 std::string describe(const std::optional<MemoryBudget>& budget) {
   if (!budget) return "";
-  const auto& [optimizer, order, activations] = budget->planned;
+  const auto& [optimizer, order, activations, microbatches, syncs] = budget->planned;
   auto text =
       ", memory_budget " + std::to_string(budget->bytes) + ", planned with optimizer " + std::to_string(static_cast<int>(optimizer));
+  text += ", microbatches " + std::to_string(microbatches) + (syncs ? ", each synchronized" : "");
   for (const auto& [unit, bytes] : activations) text += ", activations of '" + unit + "' " + std::to_string(bytes);
   for (const auto& [unit, bytes] : budget->recomputable) text += ", '" + unit + "' recomputable with " + std::to_string(bytes);
   for (const auto* pass : {&order.forward, &order.backward}) {

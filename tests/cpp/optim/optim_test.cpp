@@ -445,6 +445,8 @@ TEST(Optimizers, RefuseBadArguments) {
     EXPECT_TRUE(has(adamw({}, {ParamGroup{}}), "without `matches`"));
     const auto all = [](const std::string&) { return true; };
     EXPECT_TRUE(has(adamw({}, {{.matches = all, .lr = -2.0, .weight_decay = {}}}), "learning rate -2"));
+    const auto none = adamw({}, {{.matches = all}, {.matches = [](const std::string&) { return false; }}});
+    EXPECT_TRUE(has(none, "ParamGroup 1 matches no parameter of the model, whose names are such as '")) << none;
     EXPECT_TRUE(has(adamw({}, {{.matches = all, .lr = {}, .weight_decay = -2.0}}), "weight decay -2"));
     EXPECT_TRUE(has(sgd({.momentum = -0.5}), "momentum must be at least 0"));
     EXPECT_TRUE(has(sgd({.nesterov = true}), "nesterov needs momentum"));

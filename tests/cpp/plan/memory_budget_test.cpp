@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@ namespace memory_budget_test {
 using fsdp::FullyShardOptions;
 using fsdp::MemoryBudget;
 using fsdp::planned_device_mesh;
+using fsdp::PlanOptions;
 using fsdp::planning::Choice;
 using fsdp::planning::PlannedModel;
 using fsdp::testing::line;
@@ -191,6 +193,77 @@ TEST(MemoryBudget, PlansTheActivationsOfOneRecomputedUnitAtATime) {
   EXPECT_EQ(at["the update"], 0);
 }
 
+/// How gradients of several backwards add up.
+enum class Adds { kReduced, kUnreduced, kNoSync, kLeft };
+
+/// Three microbatches in each step from step `since` on. Returns the most that a rank has had.
+std::int64_t accumulate(Blocks& model, Adds adds, int since) {
+  auto sharded = fsdp::handle(*model);
+  fsdp::AdamW optimizer(*model, {.lr = 1e-2});
+  std::int64_t peak = 0;
+  for (int step = 0; step < kSteps; ++step) {
+    const int microbatches = step >= since ? 3 : 1;
+    for (int k = 1; k <= microbatches; ++k) {
+      const bool last = k == microbatches;
+      if (adds == Adds::kUnreduced) sharded.set_requires_gradient_sync(last);
+      if (adds == Adds::kLeft) sharded.set_is_last_backward(last);
+      std::optional<fsdp::NoSync> no_sync;
+      if (adds == Adds::kNoSync && !last) no_sync.emplace(*model);
+      // Without a choice for it, a first backward that adds to reduced gradients is noticed afterwards.
+      if (step > since || k > 1) sharded.reset_peak_memory_stats();
+      model->forward(at::ones({2, 11})).sum().backward();
+      if (step > since || adds == Adds::kUnreduced || adds == Adds::kNoSync) peak = std::max(peak, sharded.memory_stats().total.peak);
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return peak;
+}
+
+TEST(MemoryBudget, CountsGradientsThatAddUp) {
+  run_ranks(2, [](int) {
+    const auto shard = [](std::int64_t bytes, std::int64_t microbatches = 1, bool syncs = true) {
+      Blocks model;
+      const PlanOptions planned{.microbatches = microbatches, .sync_each_microbatch = syncs};
+      fsdp::fully_shard(*model,
+                        {.mesh = line(), .units = fsdp::each<Block>(), .memory_budget = MemoryBudget{.bytes = bytes, .planned = planned}});
+      return model;
+    };
+    const auto needs = [](const Blocks& model) {
+      const auto text = fsdp::explain(*model);
+      return std::stoll(text.substr(text.find("at most ") + 8));
+    };
+    for (const auto adds : {Adds::kReduced, Adds::kUnreduced, Adds::kNoSync, Adds::kLeft}) {
+      SCOPED_TRACE(static_cast<int>(adds));
+      const bool syncs = adds == Adds::kReduced || adds == Adds::kLeft;
+      const auto least = [&](std::int64_t microbatches, bool reduces) {
+        const auto text = message_of([&] { shard(1, microbatches, reduces); });
+        return 1 + std::stoll(text.substr(text.find("too small by ") + 13));
+      };
+      const auto bytes = least(3, syncs);
+      EXPECT_GT(bytes, least(1, true));
+      auto tight = shard(least(1, true));
+      const auto refused = message_of([&] { accumulate(tight, adds, 1); });
+      EXPECT_NE(refused.find("of gradients, those of several backwards add up"), std::string::npos) << refused;
+      int refusals = 0;
+      for (const std::int64_t budget : {bytes, bytes + 2000, bytes + 8000, bytes + 100'000}) {
+        for (const int since : {0, 2}) {
+          for (const bool declares : {false, true}) {
+            auto model = declares ? shard(budget, 3, syncs) : shard(budget);
+            std::int64_t peak = 0;
+            // The optimizer's state is offloaded in the beginning only.
+            refusals += message_of([&] { peak = accumulate(model, adds, since); }) == "no error" ? 0 : 1;
+            EXPECT_TRUE(peak > 0 || !declares);
+            EXPECT_LE(peak, needs(model)) << fsdp::explain(*model);
+            EXPECT_LE(needs(model), budget);
+          }
+        }
+      }
+      EXPECT_LE(refusals, 4);
+    }
+  });
+}
+
 TEST(MemoryBudget, PlansTheOrderThatStepsHaveRecorded) {
   run_ranks(2, [](int) {
     for (const std::vector<std::size_t>& order : {std::vector<std::size_t>{5, 1, 4, 0, 3, 2}, {0, 1, 2, 0, 1, 2, 3, 4, 5}}) {
@@ -218,6 +291,35 @@ TEST(MemoryBudget, PlansTheOrderThatStepsHaveRecorded) {
       EXPECT_EQ(plan.memory.gathered_parameters.peak, sharded.memory_stats().gathered_parameters.peak);
       EXPECT_NE(fsdp::plan(*Blocks(), options).wire.all_gather_bytes, plan.wire.all_gather_bytes);
     }
+  });
+}
+
+/// A unit that uses a parameter of its own between units within it.
+struct AroundImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return second(at::tanh(first(x)) * scale); }
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(11, 11));
+  torch::nn::Linear second = register_module("second", torch::nn::Linear(11, 11));
+  at::Tensor scale = register_parameter("scale", at::ones(11));
+};
+TORCH_MODULE(Around);
+
+TEST(MemoryBudget, PlansOwnParametersAmongUnitsWithin) {
+  run_ranks(2, [](int) {
+    torch::nn::Sequential model(torch::nn::Linear(11, 11), Around());
+    const auto units = [](const auto& name, const auto&) { return !name.empty(); };
+    const auto plan = fsdp::plan(*model, {.mesh = planned_device_mesh("cpu", {{"dp_shard", 2}}), .units = units});
+    auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = units});
+    fsdp::AdamW optimizer(*model, {});
+    for (int step = 0; step < kSteps; ++step) {
+      sharded.reset_peak_memory_stats();
+      sharded.reset_wire_stats();
+      model->forward(at::ones({3, 11})).sum().backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_GE(plan.memory.unreduced_gradients.peak, sharded.memory_stats().unreduced_gradients.peak);
+    EXPECT_GE(plan.memory.total.peak, sharded.memory_stats().total.peak);
+    EXPECT_EQ(plan.wire.all_gather_bytes, sharded.wire_stats().all_gather_bytes);
   });
 }
 

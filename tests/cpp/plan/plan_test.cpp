@@ -51,7 +51,8 @@ at::Tensor gpt_loss(GPT& model) {
 
 /// What a real step needs and sends, once steps are alike.
 template <typename Model>
-std::pair<MemoryStats, WireStats> run(Model& model, const FullyShardOptions& options, const std::function<at::Tensor(Model&)>& loss) {
+std::pair<MemoryStats, WireStats> run(Model& model, const FullyShardOptions& options, const std::function<at::Tensor(Model&)>& loss,
+                                      const PlanOptions& steps = {}) {
   auto sharded = fsdp::fully_shard(*model, options);
   fsdp::AdamW optimizer(*model, {});
   for (int step = 0; step <= kStepsUntilAlike; ++step) {
@@ -59,7 +60,10 @@ std::pair<MemoryStats, WireStats> run(Model& model, const FullyShardOptions& opt
       sharded.reset_peak_memory_stats();
       sharded.reset_wire_stats();
     }
-    loss(model).backward();
+    for (std::int64_t k = 1; k <= steps.microbatches; ++k) {
+      sharded.set_requires_gradient_sync(steps.sync_each_microbatch || k == steps.microbatches);
+      loss(model).backward();
+    }
     optimizer.step();
     optimizer.zero_grad();
   }
@@ -154,7 +158,8 @@ std::vector<fsdp::MeshDim> dims_of(const Case& one, int ranks) {
   return {{"dp_outer", 2}, {"dp_shard", ranks / 2}};
 }
 
-void expect_plan_of_runs(int ranks, bool shared_memory, const std::vector<Case>& cases, PlannedMeshOptions planned = {}) {
+void expect_plan_of_runs(int ranks, bool shared_memory, const std::vector<Case>& cases, PlannedMeshOptions planned = {},
+                         const PlanOptions& steps = {}) {
   run_ranks(ranks, [&](int rank) {
     if (planned.ranks_per_host != 0) fsdp::testing::pretend_hosts(rank, static_cast<int>(planned.ranks_per_host));
     planned.shared_memory = shared_memory;
@@ -167,27 +172,34 @@ void expect_plan_of_runs(int ranks, bool shared_memory, const std::vector<Case>&
       one.options.units = fsdp::each<GPTBlock>();
       auto model = make_gpt();
       one.options.mesh = planned_device_mesh("cpu", dims_of(one, ranks), planned);
-      const auto plan = fsdp::plan(*model, one.options);
+      const auto plan = fsdp::plan(*model, one.options, steps);
       one.options.mesh = mesh;
-      const auto [memory, wire] = run<GPT>(model, one.options, gpt_loss);
+      const auto [memory, wire] = run<GPT>(model, one.options, gpt_loss, steps);
       expect_same(plan.memory, memory);
       expect_same(plan.wire, wire);
     }
   });
 }
 
-/// Every second case.
-std::vector<Case> half_of_cases(std::size_t first) {
-  std::vector<Case> half;
+/// Every second case, or fewer.
+std::vector<Case> part_of_cases(std::size_t first, std::size_t every = 2) {
+  std::vector<Case> part;
   const auto all = all_cases();
-  for (std::size_t k = first; k < all.size(); k += 2) half.push_back(all[k]);
-  return half;
+  for (std::size_t k = first; k < all.size(); k += every) part.push_back(all[k]);
+  return part;
 }
 
-TEST(Plan, IsWhatTwoRanksNeedAndSend) { expect_plan_of_runs(2, true, half_of_cases(0)); }
+TEST(Plan, IsWhatTwoRanksNeedAndSend) { expect_plan_of_runs(2, true, part_of_cases(0)); }
 TEST(Plan, IsWhatFourRanksNeedAndSend) { expect_plan_of_runs(4, true, all_cases()); }
 TEST(Plan, IsWhatTwoRanksNeedAndSendByMessages) { expect_plan_of_runs(2, false, all_cases()); }
-TEST(Plan, IsWhatFourRanksNeedAndSendByMessages) { expect_plan_of_runs(4, false, half_of_cases(1)); }
+TEST(Plan, IsWhatFourRanksNeedAndSendByMessages) { expect_plan_of_runs(4, false, part_of_cases(1)); }
+
+TEST(Plan, KnowsGradientsThatAddUp) {
+  expect_plan_of_runs(2, true, part_of_cases(0, 5), {}, {.microbatches = 2});
+  expect_plan_of_runs(4, true, part_of_cases(1, 5), {}, {.microbatches = 3});
+  expect_plan_of_runs(2, true, part_of_cases(2, 5), {}, {.microbatches = 2, .sync_each_microbatch = false});
+  expect_plan_of_runs(4, true, part_of_cases(3, 5), {}, {.microbatches = 3, .sync_each_microbatch = false});
+}
 
 TEST(Plan, IsWhatRanksOfTwoHostsNeedAndSend) {
   if (!fsdp::testing::can_pretend_hosts()) GTEST_SKIP() << "this system does not let a test pretend to be on several hosts";
@@ -480,7 +492,9 @@ TEST(Plan, RefusesWhatItCanNotPlan) {
   says("unit 'blocks.9'", [&] { fsdp::plan(*model, {.mesh = mesh}, {.activations = {{"blocks.9", 1}}}); });
   says("prefetch_depth -1", [&] { fsdp::plan(*model, {.mesh = mesh, .prefetch_depth = -1}); });
   says("device type 'tpu'", [&] { planned_device_mesh("tpu", {{"dp_shard", 2}}); });
-  says("the size of 'dp_shard' must be given", [&] { planned_device_mesh("cpu", {{"dp_shard", -1}}); });
+  says("planned_device_mesh: dimension 'dp_shard' has -1 ranks", [&] { planned_device_mesh("cpu", {{"dp_shard", -1}}); });
+  says("planned_device_mesh: there is no rank 2 of 2", [&] { planned_device_mesh("cpu", {{"dp_shard", 2}}, {.rank = 2}); });
+  says("microbatches 0; give 1 or more", [&] { fsdp::plan(*model, {.mesh = mesh}, {.microbatches = 0}); });
 }
 
 }  // namespace plan_test

@@ -4,7 +4,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <random>
@@ -278,11 +280,21 @@ TEST(Simulate, BadOptionsAreErrors) {
   };
   says("no unit 'blocks.9'; it has '(root)', 'blocks.0'", {.units = {{"blocks.9", {}}}});
   says("no link 'dp'; it has 'dp_shard'", {.links = {{"dp", {}}}});
-  says("the time of unit 'blocks.1' is negative", {.units = {{"blocks.1", {.forward_ms = -1}}}});
-  says("the rate of link 'dp_shard' is negative", {.links = {{"dp_shard", {.latency_us = -1}}}});
+  constexpr auto kInfinite = std::numeric_limits<double>::infinity();
+  for (const double wrong : {-1.0, std::nan(""), kInfinite}) {
+    const auto is_wrong = " is " + std::to_string(wrong) + "; give a finite number, 0 or more";
+    says("forward_ms of unit 'blocks.1'" + is_wrong, {.units = {{"blocks.1", {.forward_ms = wrong}}}});
+    says("backward_ms of unit 'blocks.1'" + is_wrong, {.units = {{"blocks.1", {.backward_ms = wrong}}}});
+    says("latency_us of link 'dp_shard'" + is_wrong, {.links = {{"dp_shard", {.latency_us = wrong}}}});
+    says("bytes_per_s of link 'dp_shard'" + is_wrong, {.links = {{"dp_shard", {.bytes_per_s = wrong}}}});
+    says("the factor of rank 1" + is_wrong, {.slow_ranks = {{1, wrong}}});
+    says("update_ms" + is_wrong, {.update_ms = wrong});
+    says("jitter" + is_wrong, {.jitter = wrong});
+  }
+  says("delay_ms of rank 0 is inf", {.delay_ms = [](auto...) { return kInfinite; }});
   says("there is no rank 2 of 2", {.slow_ranks = {{2, 1.5}}});
-  says("the factor of rank 1 is negative", {.slow_ranks = {{1, -1}}});
-  says("steps must be positive", {.steps = 0});
+  says("steps is 0; give 1 or more", {.steps = 0});
+  says("no times are given", {.units = {{"blocks.1", {}}}, .slow_ranks = {{1, 2}}});
 }
 
 }  // namespace simulate_test

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from libfsdp import _C, MemoryBudget
 from libfsdp._memory_budget import check_budget
 from libfsdp._recomputation import set_recomputes
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 CASES = training.CASES
 STEPS = 7  # From the sixth on, steps are alike; the first ones may need more.
 MODELS = ["transformer", "mlp", "tied", "odd_shapes", "hf_gpt2", "hf_llama"]
@@ -29,7 +32,7 @@ def sharded(case_name: str, **options: Any) -> Any:
     case = CASES[case_name]
     model = seeded(case)
     for unit in case.units(model):
-        libfsdp.fully_shard(unit)
+        libfsdp.fully_shard(unit, mesh=options.get("mesh"))
     return libfsdp.fully_shard(model, **options)
 
 
@@ -76,7 +79,7 @@ def within(case_name: str, count: int) -> None:
         model = sharded(case_name, memory_budget=budget)
         peak, gathered = train(case_name, model)
         text = f"{budget} of {budgets}: {libfsdp.explain(model)}"
-        smaller, most = most, int(libfsdp.explain(model).split("a step needs at most ")[1].split()[0])
+        smaller, most = most, needs(model)
         assert peak <= most <= budget, text
         assert most >= smaller, text
     assert gathered <= without  # With the largest budget.
@@ -91,6 +94,85 @@ def test_runs_stay_within_budgets(ranks: StartRanks, case: str, count: int) -> N
 
 def test_runs_of_four_ranks_stay_within_budgets(ranks: StartRanks) -> None:
     ranks(4).run(within, "transformer", 10)
+
+
+def needs(model: Any) -> int:
+    """What explain() promises."""
+    return int(libfsdp.explain(model).split("a step needs at most ")[1].split()[0])
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(tensor._local_tensor.nbytes for tensor in tensors if tensor is not None and tensor.ndim)
+
+
+def accumulate(case_name: str, model: Any, mode: str, since: int) -> int:
+    """Steps of three microbatches from step ``since`` on. Returns the most that the engine, gradients and optimizer have had."""
+    case = CASES[case_name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    peak = 0
+    for step in range(STEPS):
+        microbatches = 3 if step >= since else 1
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            model.set_requires_gradient_sync(last or mode not in ("unreduced", "root alone"))
+            if mode == "root alone":
+                model.set_requires_gradient_sync(True, recurse=False)
+            if mode == "inner":
+                model.set_requires_all_reduce(last)
+            model.set_reshard_after_backward(last or mode != "kept")
+            model.set_is_last_backward(last or mode != "left")
+            others = bytes_of(p.grad for p in model.parameters())
+            others += bytes_of(value for state in optimizer.state.values() for value in state.values())
+            if step or microbatch:
+                libfsdp.reset_peak_memory_stats(model)
+            case.loss(model, batch_of(case, step, microbatch, dist.get_rank())).backward()
+            peak = max(peak, libfsdp.memory_stats(model)["total.peak"] + others)
+        optimizer.step()
+        optimizer.zero_grad()
+    return peak
+
+
+# What makes steps of several microbatches need more; on replicas, also "inner".
+ACCUMULATIONS = ["reduced", "unreduced", "root alone", "kept", "left"]
+
+
+def accumulated(case_name: str, replicas: int, modes: list[str], count: int) -> None:
+    whole = sum(p.numel() * p.element_size() for p in seeded(CASES[case_name]).parameters())
+
+    def with_budget(bytes_: int, microbatches: int = 1) -> Any:
+        budget = MemoryBudget(bytes_, microbatches=microbatches)
+        return sharded(case_name, mesh=mesh_of(replicas), memory_budget=budget)
+
+    def refusal(mode: str, since: int, bytes_: int, microbatches: int = 1) -> str:
+        with pytest.raises(libfsdp.Error, match="too small by ") as refused:
+            accumulate(case_name, with_budget(bytes_, microbatches), mode, since)
+        return str(refused.value)
+
+    plain = 1 + int(refusal("reduced", STEPS, 1).split("too small by ")[1].split()[0])
+    for mode in modes:
+        least = 1 + int(refusal(mode, 0, 1, microbatches=3).split("too small by ")[1].split()[0])
+        text = refusal(mode, 2, least - 1)
+        assert "too small by 1 bytes" in text, f"{mode}: {text}"
+        assert "of gradients, those of several backwards add up" in text or least == plain, f"{mode}: {text}"
+        for part in range(count):
+            for since in (0, 2):  # Settings are changed before the first forward, or after it.
+                budget = least + 2 * whole * part // count
+                model = with_budget(budget)
+                peak = accumulate(case_name, model, mode, since)
+                text = f"{mode} since step {since}, {peak}: {libfsdp.explain(model)}"
+                assert peak <= needs(model) <= budget, text
+                assert "gradients: those of several backwards add up" in text, text
+
+
+@pytest.mark.parametrize(
+    ("case", "count"), [("transformer", 2), *(at_night(case, 8) for case in ("transformer", "mlp", "odd_shapes"))]
+)
+def test_gradients_that_add_up_stay_within_budgets(ranks: StartRanks, case: str, count: int) -> None:
+    ranks(2).run(accumulated, case, 1, ACCUMULATIONS, count)
+
+
+def test_partial_sums_of_replicas_stay_within_budgets(ranks: StartRanks) -> None:
+    ranks(4).run(accumulated, "transformer", 2, ["reduced", "unreduced", "inner"], 2)
 
 
 def as_without() -> None:
@@ -177,7 +259,7 @@ def adjusted() -> None:
     dist.all_gather_object(texts, after)
     assert texts[0] == texts[1]
     assert after != before, before
-    assert int(after.split("a step needs at most ")[1].split()[0]) == budget, after
+    assert needs(model) == budget, after
     case.loss(model, batch_of(case, 0, 0, rank)).backward()
     # What can't be is refused on all ranks, and all is as it was.
     for activations in (1 << 30, {unit: (1 << 20) + 1}):
@@ -205,6 +287,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": True}, TypeError, "memory_budget is True"),
     ({"memory_budget": HALF}, TypeError, "memory_budget is 0.5: give a whole number of bytes, or a size"),
     ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
+    ({"memory_budget": MemoryBudget(10, microbatches=0)}, ValueError, "memory_budget.microbatches is 0; give 1 or more"),
     ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
 ]
 
@@ -320,8 +403,7 @@ def recomputing() -> None:
         calls = count_calls({name: model[int(name)].linear1 for name in NAMES})
         train_layers(model, STEPS)
         text = libfsdp.explain(model)
-        needs = int(text.split("a step needs at most ")[1].split()[0])
-        assert libfsdp.memory_stats(model)["total.peak"] <= needs <= budget, text
+        assert libfsdp.memory_stats(model)["total.peak"] <= needs(model) <= budget, text
         repeated = [name for name in NAMES if calls[name] == 2 * STEPS]
         assert all(calls[name] == STEPS for name in NAMES if name not in repeated), calls
         expected = "recomputed in backward: " + ", ".join(f"'{name}'" for name in repeated)

@@ -27,15 +27,25 @@ STEPS = 6  # From the sixth on, steps are alike.
 BF16 = torch.bfloat16
 
 
+# How gradients add up: options of plan().
+ACCUMULATION: dict[str, dict[str, Any]] = {
+    "reduced": {"microbatches": 3},
+    "unreduced": {"microbatches": 3, "sync_each_microbatch": False},
+    "two, unreduced": {"microbatches": 2, "sync_each_microbatch": False},
+}
+
+
 def units_of(case: Case) -> Any:
     """Which modules are units, for plan()."""
     model = seeded(case)
     names = {name for name, module in model.named_modules() if module in case.units(model)}
-    return lambda name, module: name in names
+    return (lambda name, module: name in names) if names else None
 
 
 def real(case: Case, options: dict[str, Any], replicas: int) -> tuple[dict[str, int], dict[str, int]]:
     """memory_stats after a step, and what the step adds to wire_stats."""
+    microbatches = options.pop("microbatches", 1)
+    syncs = options.pop("sync_each_microbatch", True)
     model = seeded(case)
     for unit in case.units(model):
         libfsdp.fully_shard(unit, mesh=mesh_of(replicas), **options)
@@ -45,33 +55,38 @@ def real(case: Case, options: dict[str, Any], replicas: int) -> tuple[dict[str, 
     for step in range(STEPS):
         if step == STEPS - 1:
             before = libfsdp.wire_stats(model)
-        case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
+            libfsdp.reset_peak_memory_stats(model)
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(syncs or microbatch == microbatches - 1)
+            case.loss(model, batch_of(case, step, microbatch, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
     after = libfsdp.wire_stats(model)
     return libfsdp.memory_stats(model), {name: after[name] - before[name] for name in after}
 
 
-def compare(case: Case, options: dict[str, Any], replicas: int = 1) -> None:
-    """A plan and a run on this rank."""
+def plan_of(case: Case, options: dict[str, Any], replicas: int, inputs: Any = None) -> libfsdp.Plan:
+    """A plan of this rank."""
     model = seeded(case)
     without_memory = seeded(case).to("meta")
     if len(list(without_memory.parameters())) == len(list(model.parameters())):  # No tied one has become two.
         model = without_memory
-    plan = libfsdp.plan(
-        model,
-        libfsdp.PlannedMesh(
-            dist.get_world_size() // replicas, replicas=replicas, rank=dist.get_rank(), device_type="cpu"
-        ),
-        units=units_of(case),
-        **options,
+    mesh = libfsdp.PlannedMesh(
+        dist.get_world_size() // replicas, replicas=replicas, rank=dist.get_rank(), device_type="cpu"
     )
-    memory, wire = real(case, options, replicas)
-    # Peaks are since the start here, and the pool's first steps are not as good as later ones. What peers read is not in plans.
-    left_out = {"slots.peak", "shared_slots.live", "shared_slots.peak", "slot_allocations"}
+    return libfsdp.plan(model, mesh, units=units_of(case), inputs=inputs, **options)
+
+
+def compare(case: Case, options: dict[str, Any], replicas: int = 1, inputs: Any = None) -> dict[str, int]:
+    """A plan and a run on this rank. Returns the memory of the run."""
+    plan = plan_of(case, options, replicas, inputs)
+    memory, wire = real(case, dict(options), replicas)
+    # What peers read is not in plans, and how often blocks were made in earlier steps.
+    left_out = {"shared_slots.live", "shared_slots.peak", "slot_allocations"}
     for planned, found in ((plan.memory, memory), (plan.wire, wire)):
         differences = {name: (planned.get(name), found[name]) for name in found if planned.get(name) != found[name]}
         assert not differences.keys() - left_out, f"planned, and found: {differences}"
+    return memory
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -110,6 +125,17 @@ def test_what_four_ranks_need_and_send(ranks: StartRanks) -> None:
     ranks(4).run(compare_all, "transformer", list(OPTIONS), 1, {})
 
 
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+def test_gradients_that_add_up(ranks: StartRanks, accumulation: str) -> None:
+    options = list(OPTIONS) if accumulation == "unreduced" else ["fsdp", "bf16 offload", "kept", "optim_grads"]
+    ranks(2).run(compare_all, "transformer", options, 1, ACCUMULATION[accumulation])
+
+
+def test_gradients_that_add_up_on_replicas(ranks: StartRanks) -> None:
+    for options in ACCUMULATION.values():
+        ranks(4).run(compare_all, "transformer", ["fsdp", "bf16", "optim", "kept"], 2, options)
+
+
 def test_replicas(ranks: StartRanks) -> None:
     ranks(4).run(compare_all, "transformer", list(OPTIONS), 2, {})
 
@@ -136,7 +162,7 @@ def test_other_models(ranks: StartRanks, case: str) -> None:
 
 
 class RandomBlock(nn.Module):
-    """A residual block of layers that are drawn; it may hold another one."""
+    """A residual block of layers that are drawn; it may hold other ones, and use a parameter of its own before, between or after them."""
 
     def __init__(self, draw: random.Random, width: int, depth: int) -> None:
         super().__init__()
@@ -144,12 +170,21 @@ class RandomBlock(nn.Module):
         self.norm = nn.LayerNorm(width) if draw.random() < 0.7 else nn.Identity()
         self.up = nn.Linear(width, hidden, bias=draw.random() < 0.5)
         self.inner = RandomBlock(draw, hidden, depth - 1) if depth > 0 and draw.random() < 0.5 else nn.Tanh()
+        self.further = RandomBlock(draw, hidden, depth - 1) if depth > 0 and draw.random() < 0.3 else nn.Tanh()
         self.down = nn.Linear(hidden, width)
+        self.scale = nn.Parameter(torch.ones(hidden)) if draw.random() < 0.4 else None
+        self.place = draw.randrange(3)
+        self.again = draw.random() < 0.2
         if draw.random() < 0.15:
             self.up.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.inner(self.up(self.norm(x))))
+        hidden = self.up(self.norm(x))
+        for place, layer in enumerate((self.inner, self.further, nn.Identity())):
+            if place == self.place and self.scale is not None:
+                hidden = hidden * self.scale
+            hidden = layer(hidden)
+        return x + self.down(self.inner(hidden) if self.again else hidden)
 
 
 def random_case(seed: int) -> tuple[Case, dict[str, Any]]:
@@ -159,7 +194,9 @@ def random_case(seed: int) -> tuple[Case, dict[str, Any]]:
 
     def build() -> nn.Module:
         layers = random.Random(seed)
-        return nn.Sequential(*(RandomBlock(layers, width, 2) for _ in range(blocks)), nn.Linear(width, layers.randint(1, 9)))
+        drawn = [RandomBlock(layers, width, 2) for _ in range(blocks)]
+        used = [*drawn, layers.choice(drawn)] if layers.random() < 0.3 else drawn
+        return nn.Sequential(*used, nn.Linear(width, layers.randint(1, 9)))
 
     def units(model: nn.Module) -> list[nn.Module]:
         chosen = random.Random(seed)
@@ -169,6 +206,8 @@ def random_case(seed: int) -> tuple[Case, dict[str, Any]]:
     options = dict(OPTIONS[draw.choice(sorted(OPTIONS))])
     if draw.random() < 0.3:
         options["keep_gathered_bytes"] = draw.randint(1, 20_000)
+    if draw.random() < 0.3:
+        options |= {"microbatches": draw.randint(2, 4), "sync_each_microbatch": draw.random() < 0.5}
     return Case(build, floats(3, width), units), options
 
 
@@ -177,7 +216,12 @@ def compare_random(first: int, count: int) -> None:
         case, options = random_case(seed)
         replicas = 2 if dist.get_world_size() == 4 and seed % 2 else 1
         try:
-            compare(case, options, replicas)
+            memory = compare(case, options, replicas, inputs=case.batch(torch.Generator()))
+            # What the order of registration does not say is planned to need no less.
+            if not any(block.again for block in seeded(case).modules() if isinstance(block, RandomBlock)):
+                without_inputs = plan_of(case, options, replicas).memory
+                for kind in ("total.peak", "unreduced_gradients.peak", "gathered_parameters.peak"):
+                    assert without_inputs[kind] >= memory[kind], f"without inputs, {kind}: {without_inputs[kind]} < {memory[kind]}"
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {replicas} replicas, {options}: {error}") from error
 
@@ -363,8 +407,8 @@ class Tied(nn.Module):
             {"shard_placement_fn": lambda _: libfsdp.ShardPlacementResult(Shard(0), None)},
         ),
         (libfsdp.Error, "'tpu' is not known", {"mesh": libfsdp.PlannedMesh(2, device_type="tpu")}),
-        (libfsdp.Error, "the size of 'shard' must be given", {"mesh": libfsdp.PlannedMesh(0)}),
-        (libfsdp.Error, "has no rank 4", {"mesh": libfsdp.PlannedMesh(4, rank=4)}),
+        (ValueError, "no module below the root is one: give None", {"units": nn.Conv2d}),
+        (ValueError, "microbatches is 0: give 1 or more", {"microbatches": 0}),
     ],
 )
 def test_errors(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
@@ -392,6 +436,58 @@ def test_what_depends_on_values_has_its_activations_given(how: str) -> None:
     with pytest.raises(ValueError, match=r"inputs: the forward of Chooses depends on values .* as activations=\{name: bytes\}"):
         libfsdp.plan(module, mesh, inputs=(torch.ones(2, 4),))
     assert libfsdp.plan(module, mesh, activations={"(root)": 100}).units[0].activations == 100
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (ValueError, "ranks is 0: give 1 or more", {"ranks": 0}),
+        (ValueError, "replicas is 0: give 1 or more", {"ranks": 2, "replicas": 0}),
+        (ValueError, "ranks is -1", {"ranks": -1}),
+        (TypeError, "ranks is 2.5: give a whole number", {"ranks": 2.5}),
+        (ValueError, "ranks_per_host is -8", {"ranks": 8, "ranks_per_host": -8}),
+        (ValueError, "there is no rank 4 of 4", {"ranks": 2, "replicas": 2, "rank": 4}),
+    ],
+)
+def test_meshes_that_can_not_be(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"PlannedMesh: {text}"):
+        libfsdp.PlannedMesh(**arguments)
+
+
+class Around(nn.Module):
+    """A unit that uses a parameter of its own between units within it, and the first of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(self.first(x).tanh() * self.scale))
+
+
+AROUND = Case(
+    lambda: nn.Sequential(Around(), nn.Linear(16, 16)),
+    floats(4, 16),
+    lambda m: [m[0].first, m[0].second, m[0], m[1]],
+)
+TWICE = Case(lambda: nn.Sequential(*2 * [nn.Linear(64, 16), nn.Linear(16, 64)]), floats(4, 64), lambda m: [m[0], m[1]])
+
+
+def in_its_order() -> None:
+    x = (torch.empty(4, 16, device="meta"),)
+    memory = compare(AROUND, {}, inputs=x)
+    compare(TWICE, {})
+    compare(TWICE, {}, inputs=(torch.empty(4, 64, device="meta"),))
+    model = seeded(TWICE)
+    before = list(model.parameters())
+    libfsdp.plan(model, libfsdp.PlannedMesh(2), inputs=(torch.empty(4, 64, device="meta"),))
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert plan_of(AROUND, {}, 1).memory["unreduced_gradients.peak"] >= memory["unreduced_gradients.peak"]
+
+
+def test_order_of_uses(ranks: StartRanks) -> None:
+    ranks(2).run(in_its_order)
 
 
 def test_moments_and_their_picture() -> None:
