@@ -221,8 +221,8 @@ std::optional<Options> parse(int argc, char** argv) {
     return std::nullopt;
   } catch (const CLI::Error& error) {
     throw UsageError(error.what());
-  } catch (const fsdp::Error& error) {  // of a size
-    throw UsageError(error.what());
+  } catch (const fsdp::Error& error) {  // The only option that the library reads.
+    throw UsageError(std::string("--keep-gathered: ") + error.what());
   }
   return options;
 }
