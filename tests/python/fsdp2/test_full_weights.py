@@ -309,7 +309,7 @@ def copies_into_a_shard(model: nn.Module, _: torch.optim.Optimizer, __: dict[str
 
 
 def copies_into_a_buffer(model: nn.Module, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
-    model.counted.add_(1)  # type: ignore[operator]
+    model.counted.add_(1)
 
 
 Write = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
@@ -331,9 +331,8 @@ def writes(write: Write, at: int, who: int | None, source: bool, folder: Path) -
     is_noticed = write in (steps, loads_a_state_dict, loads)  # by the one who writes
     got: dict[str, torch.Tensor] = {}
     seen: BaseException | None = None
-    weights = (
-        iter(libfsdp.WeightSource(model, bucket_bytes=1)) if source else libfsdp.full_weights(model, bucket_bytes=1)
-    )
+    whole = libfsdp.WeightSource if source else libfsdp.full_weights
+    weights: Any = whole(model, bucket_bytes=1)
     taken = 0
     try:
         for bucket in weights:
