@@ -75,15 +75,20 @@ class BudgetChoice:
             ValueError: if activations are given for what is no unit, or what may not recompute is named as recomputable.
             Error: if nothing fits. All is then as it was.
         """
-        settings = self._settings.grown(self._engine, self._has_gradients()) or self._settings
+        self._choose(budget, self._settings.grown(self._engine, False) or self._settings)
+
+    def _choose(self, budget: MemoryBudget, settings: _C.SeenSettings) -> None:
         self.prefetch_depth, self.explanation = _choose(self._roots, self._units, budget, settings, self._given_depth)
         self.budget = budget
         self._settings = settings
 
     def begin_forward(self) -> None:
         """Chooses again if a step needs more than before: for settings that units have now, or for gradients that are there."""
-        if self.budget is not None and self._settings.grown(self._engine, self._has_gradients()) is not None:
-            self.choose(self.budget)
+        if self.budget is None:
+            return
+        grown = self._settings.grown(self._engine, self._has_gradients())
+        if grown is not None:
+            self._choose(self.budget, grown)
 
     def _has_gradients(self) -> bool:
         """Whether a backward would add to gradients of an earlier one."""
