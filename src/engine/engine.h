@@ -130,11 +130,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finalize_backward(bool wait);
   /// True between begin_backward and end_backward, unless an exception has ended the backward.
   bool in_backward();
-  /// Whether the last backward that has begun adds to gradients of earlier ones.
-  bool adds_to_gradients() {
-    const auto held = lock();
-    return adds_to_gradients_;
-  }
   /// Operators of the current stream may use what is in use without telling the engine. Takes no lock.
   bool follows_current_stream() const { return stream_.is_current(); }
   /// Resets if a backward died of an exception.
@@ -217,7 +212,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
   std::function<std::string()> end_export_;
-  bool adds_to_gradients_ = false;  // the running or last backward adds to gradients of earlier backwards
+  bool adds_to_gradients_ = false;  // the running backward adds to gradients of earlier backwards
 };
 
 template <typename Body>

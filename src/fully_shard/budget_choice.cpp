@@ -102,8 +102,8 @@ void BudgetedModel::apply_to(engine::Engine& engine) {
   if (auto grown = model_.settings().grown(engine.units(), false)) model_.set_settings(*std::move(grown));
 }
 
-void BudgetedModel::reconsider(engine::Engine& engine) {
-  auto grown = model_.settings().grown(engine.units(), engine.adds_to_gradients());
+void BudgetedModel::reconsider(engine::Engine& engine, bool gradients_add_up) {
+  auto grown = model_.settings().grown(engine.units(), gradients_add_up);
   if (!grown) return;
   auto model = model_;
   model.set_settings(*std::move(grown));

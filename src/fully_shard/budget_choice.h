@@ -29,9 +29,9 @@ class BudgetedModel final : public engine::MemoryChoice {
 
   /// Gives the engine's units what was chosen for each of them. Their settings are those that were chosen for.
   void apply_to(engine::Engine& engine);
-  /// Call it when a forward begins. Chooses again if a step needs more than before, because of settings that units have now, or because the
-  /// last backward has added to earlier gradients. Throws Error if nothing fits; all is then as it was.
-  void reconsider(engine::Engine& engine);
+  /// Call it when a forward begins. Chooses again if a step needs more than before, because of settings that units have now, or because
+  /// backwards add to gradients of earlier ones. Throws Error if nothing fits; all is then as it was.
+  void reconsider(engine::Engine& engine, bool gradients_add_up);
   /// See adjust_memory_budget. `activations` are those of `names`. A rank that can't give them says why in `refusal`.
   void adjust(engine::Engine& engine, const std::vector<std::string>& names, std::vector<std::int64_t> activations,
               const std::string& refusal);

@@ -191,9 +191,9 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
     model->after_first_backward = [&owner = *engine, different = std::move(different)] { warn_of(different, owner); };
   }
   if (budgeted) {
-    model->validate = [check = model->validate, choice = budgeted.get(), of = std::weak_ptr(engine)] {
-      check();
-      if (const auto sharded = of.lock()) choice->reconsider(*sharded);  // whose options hold the choice
+    model->validate = [check = model->validate, choice = budgeted.get(), of = std::weak_ptr(engine), model = model.get()] {
+      if (check) check();
+      if (const auto sharded = of.lock()) choice->reconsider(*sharded, model->adds_to_gradients);  // whose options hold the choice
     };
   }
   return FSDPModule(engine, 0);

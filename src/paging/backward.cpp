@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "engine/left_gradients.h"
 #include "paging/paged_model.h"
 #include "paging/warnings.h"
 #include "trigger/autograd_pass.h"
@@ -10,14 +11,19 @@
 namespace fsdp::paging {
 
 void watch_backward(const std::shared_ptr<engine::Engine>& engine) {
-  auto& gate = PagedModel::of(*engine).gate;
+  auto& model = PagedModel::of(*engine);
+  auto& gate = model.gate;
   if (!trigger::inside_backward()) {
     gate.alone([&] { engine->recover(); });
     return;
   }
   const auto begin = [&](const std::shared_ptr<char>& alive, engine::BackwardOf of) {
     bool begun = false;
-    gate.alone([&] { begun = engine->begin_backward(alive, of); });
+    gate.alone([&] {
+      const bool adds = engine::has_left_gradients(*engine);
+      begun = engine->begin_backward(alive, of);
+      if (begun && adds) model.adds_to_gradients = true;
+    });
     return begun;
   };
   trigger::watch_backward(*engine, begin, [engine](engine::BackwardOf of) {

@@ -19,6 +19,7 @@ struct PagedModel {
   std::atomic<bool> validated = false;
   /// Called once, when the first backward has ended. May be empty.
   std::function<void()> after_first_backward;
+  std::atomic<bool> adds_to_gradients = false;  ///< A backward has begun that adds to gradients of an earlier one.
   std::atomic<bool> warned_of_grad = false;
   std::atomic<bool> checked_unused = false;
 };

@@ -222,9 +222,10 @@ std::int64_t accumulate(Blocks& model, Adds adds, int since) {
 
 TEST(MemoryBudget, CountsGradientsThatAddUp) {
   run_ranks(2, [](int) {
-    const auto shard = [](std::int64_t bytes, std::int64_t microbatches = 1, bool syncs = true) {
+    Bytes activations;
+    const auto shard = [&activations](std::int64_t bytes, std::int64_t microbatches = 1, bool syncs = true) {
       Blocks model;
-      const PlanOptions planned{.microbatches = microbatches, .sync_each_microbatch = syncs};
+      const PlanOptions planned{.activations = activations, .microbatches = microbatches, .sync_each_microbatch = syncs};
       fsdp::fully_shard(*model,
                         {.mesh = line(), .units = fsdp::each<Block>(), .memory_budget = MemoryBudget{.bytes = bytes, .planned = planned}});
       return model;
@@ -240,26 +241,29 @@ TEST(MemoryBudget, CountsGradientsThatAddUp) {
         const auto text = message_of([&] { shard(1, microbatches, reduces); });
         return 1 + std::stoll(text.substr(text.find("too small by ") + 13));
       };
-      const auto bytes = least(3, syncs);
-      EXPECT_GT(bytes, least(1, true));
+      // With them, most is needed at the end of a forward, when gradients of earlier backwards are there.
+      activations = memory_budget_test::activations();
+      EXPECT_GT(least(3, syncs), least(1, true));
       auto tight = shard(least(1, true));
       const auto refused = message_of([&] { accumulate(tight, adds, 1); });
       EXPECT_NE(refused.find("of gradients, those of several backwards add up"), std::string::npos) << refused;
+      activations.clear();
+      const auto bytes = least(3, syncs);
       int refusals = 0;
       for (const std::int64_t budget : {bytes, bytes + 2000, bytes + 8000, bytes + 100'000}) {
         for (const int since : {0, 2}) {
           for (const bool declares : {false, true}) {
             auto model = declares ? shard(budget, 3, syncs) : shard(budget);
             std::int64_t peak = 0;
-            // The optimizer's state is offloaded in the beginning only.
+            // Without a declaration, the optimizer's state may have stayed where it no longer fits.
             refusals += message_of([&] { peak = accumulate(model, adds, since); }) == "no error" ? 0 : 1;
-            EXPECT_TRUE(peak > 0 || !declares);
+            EXPECT_TRUE(peak > 0 || !declares || adds == Adds::kLeft);
             EXPECT_LE(peak, needs(model)) << fsdp::explain(*model);
             EXPECT_LE(needs(model), budget);
           }
         }
       }
-      EXPECT_LE(refusals, 4);
+      EXPECT_LE(refusals, 8);
     }
   });
 }
