@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,10 @@ def test_bad_input_is_named() -> None:
         plan.simulate(links={"dp": libfsdp.LinkRate()})
     with pytest.raises(libfsdp.Error, match="there is no rank 4 of 4"):
         plan.simulate(slow_ranks={4: 1.0})
+    with pytest.raises(libfsdp.Error, match="forward_ms of unit '0' is nan; give a finite number"):
+        plan.simulate(units={"0": libfsdp.UnitTime(forward_ms=math.nan)})
+    with pytest.raises(libfsdp.Error, match="no times are given"):
+        plan.simulate()
 
 
 def test_run_that_fails() -> None:
