@@ -287,7 +287,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": True}, TypeError, "memory_budget is True"),
     ({"memory_budget": HALF}, TypeError, "memory_budget is 0.5: give a whole number of bytes, or a size"),
     ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
-    ({"memory_budget": MemoryBudget(10, microbatches=0)}, ValueError, "memory_budget.microbatches is 0; give 1 or more"),
     ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
 ]
 
@@ -311,6 +310,7 @@ def test_budgets_are_sizes_and_are_checked_where_they_are_made() -> None:
         ({"bytes": -1}, ValueError, "memory_budget is -1"),
         ({"bytes": float("inf")}, TypeError, "memory_budget is inf"),
         ({"bytes": 10, "optimizer_values": HALF}, TypeError, "memory_budget.optimizer_values is 0.5"),
+        ({"bytes": 10, "microbatches": 0}, ValueError, "memory_budget.microbatches is 0; give 1 or more"),
         ({"bytes": 10, "activations": {"0": HALF}}, TypeError, r"memory_budget.activations\['0'\] is 0.5"),
         ({"bytes": 10, "recomputable": {"0": "1"}}, ValueError, r"memory_budget.recomputable\['0'\]: '1' is no size"),
     ]
