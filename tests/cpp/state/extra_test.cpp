@@ -135,7 +135,9 @@ TEST_F(Extra, NamesThatPythonCannotReadOrThatCollideAreRefused) {
             {{"a", ExtraList{{at::ones(1)}}}, {"a.0", std::int64_t{1}}});
     refused("the name 'extra.\\xff' is not UTF-8", {{"\xff", true}});
     refused("'extra.a' has the text 'x\\xc3', which is not UTF-8", {{"a", ExtraList{{std::string("ok"), std::string("x\xc3")}}}});
-    if (rank == 0) EXPECT_FALSE(std::filesystem::exists(path("a")));
+    if (rank == 0) {
+      EXPECT_FALSE(std::filesystem::exists(path("a")));
+    }
     const auto bad = std::make_shared<Named>("w\xff");
     fsdp::fully_shard(*bad, {.mesh = line()});
     const auto unreadable = "the name 'model.w\\xff.weight' is not UTF-8, and Python could read nothing of the checkpoint; rename it";
