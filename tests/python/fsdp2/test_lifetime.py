@@ -371,6 +371,7 @@ def test_process_groups_that_come_and_go_leave_nothing(tmp_path: Path, world: in
     for run in runs:
         found = run.result(timeout=7200)
         assert [one[:2] for one in found[2:]] == [found[1][:2]] * (count - 2)
-        assert found[-1][2] - found[1][2] < count * 100_000, "torch's own groups leave 20 kB a cycle"
+        # Torch's own groups leave 20 kB a cycle, and what an allocator keeps comes and goes.
+        assert found[-1][2] - found[1][2] < max(4_000_000, count * 100_000)
     for pool in pools:
         pool.shutdown()
