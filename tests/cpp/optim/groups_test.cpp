@@ -240,7 +240,8 @@ TEST(ParamGroups, WhatAnAlgorithmDoesNotHaveIsAnError) {
     expect(message_of([&] { Muon(*model, {.matrices = is_weight}, {betas}); }), "sets betas, but its parameter 'second.weight'");
     Muon(*model, {.matrices = is_weight}, {{.matches = begins("second.bias"), .betas = std::tuple(0.5, 0.5)}});
     Muon(*model, {.matrices = is_weight}, {{.matches = begins("second."), .eps = 1e-3}});
-    SGD(*model, {}, {{.matches = begins("nothing"), .betas = std::tuple(0.5, 0.5)}});
+    expect(message_of([&] { SGD(*model, {}, {{.matches = begins("nothing"), .betas = std::tuple(0.5, 0.5)}}); }),
+           "ParamGroup 0 matches no parameter of the model");
     expect(message_of([&] { AdamW(*model, {}, {{.matches = begins(""), .betas = std::tuple(0.5, 1.0)}}); }), "betas must lie in [0, 1)");
     expect(message_of([&] { AdamW(*model, {}, {{.matches = begins(""), .eps = -1.0}}); }), "eps must be at least 0");
   });

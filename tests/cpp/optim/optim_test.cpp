@@ -196,7 +196,7 @@ TEST(ParamGroups, TheFirstThatMatchesWins) {
   const std::vector<ParamGroup> groups = {
       {.matches = ends("bias"), .lr = {}, .weight_decay = 0.0},
       {.matches = [](const std::string& name) { return name.rfind("third.", 0) == 0; }, .lr = 0.3, .weight_decay = {}},
-      {.matches = [](const std::string&) { return false; }, .lr = 9.0, .weight_decay = {}},
+      {.matches = [](const std::string& name) { return name == "third.weight"; }, .lr = 9.0, .weight_decay = {}},
   };
   const auto options_of = [&](const std::string& name) {
     AdamWOptions options{.lr = 0.02, .weight_decay = 0.1};
