@@ -152,7 +152,7 @@ def accumulated(case_name: str, replicas: int, modes: list[str], count: int) -> 
     for mode in modes:
         least = 1 + int(refusal(mode, 0, 1, microbatches=3).split("too small by ")[1].split()[0])
         text = refusal(mode, 2, least - 1)
-        assert "too small by 1 bytes" in text, f"{mode}: {text}"
+        assert "too small by 1 byte:" in text, f"{mode}: {text}"
         assert "of gradients, those of several backwards add up" in text or least == plain, f"{mode}: {text}"
         for part in range(count):
             for since in (0, 2):  # Settings are changed before the first forward, or after it.
