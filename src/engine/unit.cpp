@@ -21,7 +21,7 @@ namespace {
 
 constexpr const char* kSharded =
     "this parameter's memory is freed while its unit is sharded: keep clone() of it or of its part, not the parameter or a view, or let "
-    "the unit stay gathered after forward (reshard_after_forward=False); what reads an address, as torch::save does, needs unshard() first";
+    "the unit stay gathered after forward (reshard_after_forward=False); to read an address, as torch::save does, call unshard() first";
 
 bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& formats, const UnitCommunicators& communicators) {
   const bool computes_with_main =
