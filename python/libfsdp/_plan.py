@@ -53,7 +53,7 @@ _OPTIONS = {
     "main_params_dtype",
     "main_grads_dtype",
 }
-# Of the steps.
+# Options that describe a training step, which fully_shard does not have.
 _OF_STEPS = {"microbatches", "sync_each_microbatch"}
 
 

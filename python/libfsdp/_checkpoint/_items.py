@@ -29,7 +29,7 @@ class Item:
         shape: the shape of the whole tensor.
         offsets: the offsets of the box that this rank holds.
         values: the values of that box, as a view into the state.
-        writes: whether this rank may write its part. Of the ranks of the tensor's mesh that hold the part, one may.
+        writes: whether this rank may write its part. One rank of the tensor's mesh may, if several hold the same part.
         ranks: the number of ranks of the tensor's mesh; 1 for a plain tensor. Ranks outside of it may hold the same part.
     """
 
