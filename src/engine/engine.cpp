@@ -192,7 +192,7 @@ void Engine::move_to(Unit& unit, std::span<Unit* const> together, Pass pass) {
 
 /// The computation is in the unit now.
 void Engine::occupy(Unit& unit, Pass pass) {
-  if (observer_ != nullptr) observer_->present(unit);
+  if (observer_ != nullptr) observer_->entered(unit);
   const bool repeated = backward_ == BackwardState::kRunning && pass == Pass::kForward;
   set_use(unit, repeated ? UseState::kRepeated : UseState::kInUse);
   if (!contains(occupied_, unit)) occupied_.push_back(&unit);

@@ -150,7 +150,7 @@ void Gatherer::evict(Unit& unit) {
 void Gatherer::free(Unit& unit) {
   if (unit.state() == ParameterState::kSharded) return;
   if (unit.state() == ParameterState::kGathering) finish(unit);
-  if (observer_ != nullptr) observer_->present(unit);
+  if (observer_ != nullptr) observer_->frees(unit);
   write_back(unit);
   if (unit.replicated_parameters()) return;
   unit.set_state(ParameterState::kSharded);

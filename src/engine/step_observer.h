@@ -16,8 +16,10 @@ class StepObserver {
  public:
   virtual ~StepObserver() = default;
 
-  /// The unit's whole parameters are present: they are about to be used, or have been used and are about to be freed.
-  virtual void present(const Unit& unit) = 0;
+  /// The computation enters the unit: its whole parameters are about to be used.
+  virtual void entered(const Unit& unit) = 0;
+  /// The unit's whole parameters are about to be freed. They may be those of an earlier step if the unit was not entered since.
+  virtual void frees(const Unit& unit) = 0;
   /// Autograd has delivered a gradient of this rank for one parameter, of any strides.
   virtual void arrived(const Unit& unit, std::size_t parameter, const at::Tensor& gradient) = 0;
   /// The unit's gradients, per trainable sub-buffer, are about to be reduced; in a rehearsal, to be dropped. `of_one_backward` is false if

@@ -43,7 +43,14 @@ std::vector<std::int64_t> digests_of_whole(const engine::Unit& unit) {
   return all;
 }
 
-void MicrobatchRecord::present(const engine::Unit& unit) {
+void MicrobatchRecord::entered(const engine::Unit& unit) { look_at_whole(unit); }
+
+// What a unit keeps between steps and has not been entered with is freed, outdated, if the program has written its main parameters.
+void MicrobatchRecord::frees(const engine::Unit& unit) {
+  if (!units_[unit.place.index].whole.empty()) look_at_whole(unit);
+}
+
+void MicrobatchRecord::look_at_whole(const engine::Unit& unit) {
   auto& record = units_[unit.place.index];
   record.written = record.written || unit.whole.written;
   if (record.written) return;

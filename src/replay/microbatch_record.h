@@ -36,7 +36,8 @@ class MicrobatchRecord final : public engine::StepObserver {
   MicrobatchRecord(std::span<const std::unique_ptr<engine::Unit>> units, Reductions reductions)
       : units_(units.size()), running_(units.size()), reductions_(reductions) {}
 
-  void present(const engine::Unit& unit) override;
+  void entered(const engine::Unit& unit) override;
+  void frees(const engine::Unit& unit) override;
   void arrived(const engine::Unit& unit, std::size_t parameter, const at::Tensor& gradient) override;
   void collected(const engine::Unit& unit, std::span<const at::Tensor> unreduced, bool of_one_backward) override;
   void reduces(const engine::Unit& unit, comm::Communicator& ranks, std::span<const comm::ReducePart> parts, double scale) override;
@@ -45,6 +46,8 @@ class MicrobatchRecord final : public engine::StepObserver {
   const UnitRecord& of(std::size_t unit) const { return units_[unit]; }
 
  private:
+  void look_at_whole(const engine::Unit& unit);
+
   /// A reduction under way.
   struct Running {
     std::vector<comm::ReducePart> parts;

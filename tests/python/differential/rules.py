@@ -46,7 +46,6 @@ class Rules:
         self.shows_whole = False
         self.written = False  # Since modules show whole parameters.
         self.has_shared = False
-        self.written_quietly = False  # Since a forward: a check would take what was kept from before for damage.
 
     @property
     def stays_gathered(self) -> bool:
@@ -59,8 +58,6 @@ class Rules:
         if what == "backward":
             return arguments["graph"] in self.graphs
         if what in BETWEEN_GRAPHS and self.graphs:
-            return False
-        if what == "checked" and self.written_quietly:
             return False
         if what in ("step", "zero_grad", "fail", "clip") and self.unsynchronized:
             return False
@@ -93,7 +90,7 @@ class Rules:
         """The operation comes now."""
         what, arguments = op.what, op.arguments
         if what in FORWARDS:
-            self.fresh = self.written_quietly = False
+            self.fresh = False
             self.shows_whole = self.keeps or arguments.get("mode", "grad") == "grad"
             self.written = False
         if what == "forward":
@@ -114,7 +111,6 @@ class Rules:
                 self.shows_whole = False
             self.written = True
             self.fresh = self.fresh or what == "step"
-            self.written_quietly = self.written_quietly or what in ("write", "average")
             if arguments.get("assign"):
                 self.has_gradients = False
             self.has_shared = self.has_shared or arguments.get("how") == "shared"

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import libfsdp
+from libfsdp.megatron import fully_shard_model
 
 Batch = dict[str, Any]
 
@@ -261,6 +262,30 @@ def random_models_without_an_alarm(seeds: range) -> int:
 def test_random_clean_models_give_no_alarm(ranks: StartRanks, size: int, seeds: range) -> None:
     for first in range(seeds.start, seeds.stop, 10):
         assert ranks(size).run(random_models_without_an_alarm, range(first, min(first + 10, seeds.stop)))[0] > 0
+
+
+def forward_and_sum_backward(model: Any, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+def writes_that_nobody_is_told_of_give_no_alarm() -> None:
+    """Strategies keep whole parameters between steps, which the next forward replaces: what it frees is no damage."""
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        torch.manual_seed(0)
+        plain: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        model: Any = fully_shard_model(plain, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+        check = libfsdp.ReplayCheck(model, every=1)
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            check.run(functools.partial(forward_and_sum_backward, model), x)
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+            model.zero_grad()
+        assert check.checked == 2, strategy  # The first microbatch forms the model.
+
+
+def test_writes_that_nobody_is_told_of_give_no_alarm(ranks: StartRanks) -> None:
+    ranks(2).run(writes_that_nobody_is_told_of_give_no_alarm)
 
 
 def what_is_not_sharded_is_refused() -> None:
