@@ -14,41 +14,24 @@ _torch_version.require_same_binaries(
 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 
-from libfsdp import _C, _updates, optim  # noqa: E402, F401
-from libfsdp._apply_changes import apply_changes  # noqa: E402
-from libfsdp._budget_adjustment import adjust_memory_budget  # noqa: E402
+from libfsdp import _C, optim  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
-from libfsdp._changed_weights import ChangeBucket, ChangedWeights, WeightChange, WeightSnapshot  # noqa: E402
-from libfsdp._checkpoint._folder import best, latest  # noqa: E402
-from libfsdp._checkpoint._load import Loaded, load, load_latest  # noqa: E402
-from libfsdp._checkpoint._loading import read_rank_extra  # noqa: E402
-from libfsdp._checkpoint._phases import PhaseReport  # noqa: E402
-from libfsdp._checkpoint._save import AsyncSaver, save  # noqa: E402
-from libfsdp._clip_grad_norm import clip_grad_norm_  # noqa: E402
-from libfsdp._finalization import GradientReductionHandle  # noqa: E402
-from libfsdp._fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
-from libfsdp._full_weights import FullWeights, WeightBucket, full_weights  # noqa: E402
-from libfsdp._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
-from libfsdp._install import install, installed, uninstall  # noqa: E402
-from libfsdp._load_weights import load_weights  # noqa: E402
-from libfsdp._local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
-from libfsdp._memory_budget import MemoryBudget  # noqa: E402
-from libfsdp._missed import may_miss_backward_hooks  # noqa: E402
-from libfsdp._placement import ShardPlacementResult  # noqa: E402
-from libfsdp._plan import Plan, PlannedUnit, plan  # noqa: E402
-from libfsdp._planned_mesh import PlannedMesh  # noqa: E402
-from libfsdp._precision import MixedPrecisionPolicy  # noqa: E402
-from libfsdp._replay_check import ReplayCheck  # noqa: E402
-from libfsdp._sharding_options import Float8Blocks  # noqa: E402
-from libfsdp._simulation import (  # noqa: E402
-    Goodput,
-    LinkRate,
-    Simulation,
-    UnitTime,
-    best_checkpoint_interval,
-    simulate_failures,
-)
-from libfsdp._statistics import (  # noqa: E402
+from libfsdp._checkpoint.folder import best, latest  # noqa: E402
+from libfsdp._checkpoint.load import Loaded, load, load_latest  # noqa: E402
+from libfsdp._checkpoint.name_matching import read_rank_extra  # noqa: E402
+from libfsdp._checkpoint.phases import PhaseReport  # noqa: E402
+from libfsdp._checkpoint.save import AsyncSaver, save  # noqa: E402
+from libfsdp._core.gradient_reduction import GradientReductionHandle  # noqa: E402
+from libfsdp._core.memory_budget import MemoryBudget  # noqa: E402
+from libfsdp._core.missing_hooks import may_miss_backward_hooks  # noqa: E402
+from libfsdp._core.placement import ShardPlacementResult  # noqa: E402
+from libfsdp._core.precision import MixedPrecisionPolicy  # noqa: E402
+from libfsdp._core.sharding_options import Float8Blocks  # noqa: E402
+from libfsdp._fsdp2.fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
+from libfsdp._fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
+from libfsdp._fsdp2.install import install, installed, uninstall  # noqa: E402
+from libfsdp._observe.replay_check import ReplayCheck  # noqa: E402
+from libfsdp._observe.statistics import (  # noqa: E402
     UnitInfo,
     explain,
     memory_stats,
@@ -56,11 +39,29 @@ from libfsdp._statistics import (  # noqa: E402
     unit_info,
     wire_stats,
 )
-from libfsdp._step_report import ExposedWaits, StepReport, step_report  # noqa: E402
-from libfsdp._stop import stop_requested  # noqa: E402
-from libfsdp._transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
-from libfsdp._weight_source import WeightMetadata, WeightSource  # noqa: E402
+from libfsdp._observe.step_report import ExposedWaits, StepReport, step_report  # noqa: E402
+from libfsdp._observe.stop_requested import stop_requested  # noqa: E402
+from libfsdp._plan.budget_adjustment import adjust_memory_budget  # noqa: E402
+from libfsdp._plan.plan import Plan, PlannedUnit, plan  # noqa: E402
+from libfsdp._plan.planned_mesh import PlannedMesh  # noqa: E402
+from libfsdp._plan.simulation import (  # noqa: E402
+    Goodput,
+    LinkRate,
+    Simulation,
+    UnitTime,
+    best_checkpoint_interval,
+    simulate_failures,
+)
+from libfsdp._weights.apply_changes import apply_changes  # noqa: E402
+from libfsdp._weights.changed_weights import ChangeBucket, ChangedWeights, WeightChange, WeightSnapshot  # noqa: E402
+from libfsdp._weights.full_weights import FullWeights, WeightBucket, full_weights  # noqa: E402
+from libfsdp._weights.load_weights import load_weights  # noqa: E402
+from libfsdp._weights.local_shards import LocalShard, LocalShards, local_shards  # noqa: E402
+from libfsdp._weights.transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
+from libfsdp._weights.weight_source import WeightMetadata, WeightSource  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
+from libfsdp.optim import _updates  # noqa: E402, F401
+from libfsdp.optim._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 
 __version__: str = _C.version

@@ -12,7 +12,7 @@
 
 namespace fsdp::torch_python {
 
-/// Runs collectives by torch.distributed. Each one is a call of `collectives`, a Python object (libfsdp._collectives.Collectives), with one
+/// Runs collectives by torch.distributed. Each one is a call of `collectives`, a libfsdp._comm.collectives.Collectives in Python, with one
 /// flat input tensor and one flat output tensor. It therefore works with process groups that are written in Python, and each unit's gather
 /// or reduction is one collective, which programs can observe, replace and count. It takes the GIL for the calls.
 class PythonCommunicator final : public comm::Communicator, public std::enable_shared_from_this<PythonCommunicator> {

@@ -18,13 +18,13 @@ import rows
 from cpp import SMALL
 
 TESTS = Path(__file__).resolve().parents[1] / "python"
-RANKS_END = ["fsdp2/test_ranks_that_differ.py", "fsdp2/test_transfer_plan.py", "fsdp2/test_errors_in_backward.py"]
+RANKS_END = ["fsdp2/test_ranks_that_differ.py", "weights/test_transfer_plan.py", "fsdp2/test_errors_in_backward.py"]
 FILES = [
     *RANKS_END,
-    "fsdp2/test_full_weights.py",
-    "fsdp2/test_beyond.py",
-    "fsdp2/test_local_shards.py",
-    "fsdp2/test_weight_source.py",
+    "weights/test_full_weights.py",
+    "fsdp2/test_added_options.py",
+    "weights/test_local_shards.py",
+    "weights/test_weight_source.py",
     "megatron/test_megatron_lifetime.py",
     "megatron/test_megatron_local_shards.py",
     "megatron/test_megatron_gradients.py",
@@ -38,21 +38,21 @@ FILES = [
     "megatron/test_megatron_corrections.py",
     "fsdp2/test_outputs.py",
     "fsdp2/test_unusual_parameters.py",
-    "fsdp2/test_debug.py",
+    "observe/test_debug.py",
     "megatron/test_megatron_fused_gradients.py",
     "megatron/test_megatron_quantized_scales.py",
     "megatron/test_megatron_dtypes.py",
     "fsdp2/test_pipeline.py",
     # These have passed on a GPU.
     "megatron/test_megatron_options.py",
-    "fsdp2/test_optim.py",
-    "fsdp2/test_checkpoint.py",
-    "fsdp2/test_clip_grad_norm.py",
+    "optim/test_optim.py",
+    "checkpoint/test_checkpoint.py",
+    "optim/test_clip_grad_norm.py",
     "megatron/test_megatron_strategies.py",
     "fsdp2/test_precision.py",
-    "fsdp2/test_zero_grad.py",
+    "optim/test_zero_grad.py",
     "fsdp2/test_controls.py",
-    "fsdp2/test_state_dict.py",
+    "checkpoint/test_state_dict.py",
     "fsdp2/test_methods.py",
     "fsdp2/test_current_parameters.py",
 ]

@@ -1,7 +1,7 @@
 """Holds the imports and the signatures of the Python package against two rules.
 
-    imports.py ROOT    fails if files of python/libfsdp import each other in a circle, if a function has too many
-                       parameters, or if an exception below is not needed
+    imports.py ROOT    fails if files or folders of python/libfsdp import each other in a circle, if a function has too
+                       many parameters, or if an exception below is not needed
 
 All imports count, those for annotations alone (`if TYPE_CHECKING:`) and those within functions, too: to read a file, one has to know the
 files whose types it names. The packages that Python itself loads before a file do not count.
@@ -23,15 +23,15 @@ _FSDP2 = "FSDP2's signature, and one keyword for each option of libfsdp's own"
 _MEGATRON = "Megatron-FSDP's signature"
 _OPTIONS = "programs write each option of a checkpoint as a keyword, most of them not at all"
 LONGER = {
-    "libfsdp._fully_shard.fully_shard": _FSDP2,
+    "libfsdp._fsdp2.fully_shard.fully_shard": _FSDP2,
     "libfsdp.megatron._class.MegatronFSDP.__init__": _MEGATRON,
     "libfsdp.megatron._functions.fully_shard_model": _MEGATRON,
     "libfsdp.megatron._index.FSDPDistributedIndex.__init__": _MEGATRON,
     "libfsdp.megatron.v2._fully_shard.fully_shard": _MEGATRON,
-    "libfsdp._checkpoint._save.save": _OPTIONS,
-    "libfsdp._checkpoint._save.AsyncSaver.save": _OPTIONS,
-    "libfsdp._checkpoint._load.load": _OPTIONS,
-    "libfsdp._checkpoint._load.load_latest": _OPTIONS,
+    "libfsdp._checkpoint.save.save": _OPTIONS,
+    "libfsdp._checkpoint.save.AsyncSaver.save": _OPTIONS,
+    "libfsdp._checkpoint.load.load": _OPTIONS,
+    "libfsdp._checkpoint.load.load_latest": _OPTIONS,
 }
 
 
@@ -80,6 +80,19 @@ def circles_in(below: dict[str, set[str]]) -> list[list[str]]:
     return sorted((list(group) for group in groups), key=lambda group: (-len(group), group))
 
 
+def folder_of(name: str) -> str:
+    """The folder of the package that a file is in, or the file itself if it is in none."""
+    return ".".join(name.split(".")[:2])
+
+
+def imports_of_folders(root: Path) -> dict[str, set[str]]:
+    """The folders of the package, with those that each of them imports."""
+    found: dict[str, set[str]] = {}
+    for name, lowers in imports_of(root).items():
+        found.setdefault(folder_of(name), set()).update({folder_of(lower) for lower in lowers} - {folder_of(name)})
+    return found
+
+
 def signatures(tree: ast.AST, prefix: str) -> dict[str, int]:
     """The number of parameters of each function and method in a file, by its full name."""
     found: dict[str, int] = {}
@@ -98,6 +111,7 @@ def signatures(tree: ast.AST, prefix: str) -> dict[str, int]:
 
 def faults(root: Path) -> list[str]:
     found = [f"{len(group)} files import each other in a circle: {', '.join(group)}" for group in circles_in(imports_of(root))]
+    found += [f"folders import each other in a circle: {', '.join(group)}" for group in circles_in(imports_of_folders(root))]
     counts: dict[str, int] = {}
     for name, tree in read_files(root, ".py").items():
         counts |= signatures(tree, name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from libfsdp._registered_memory import RegisteredMemory, can_register
+from libfsdp._comm.registered_memory import RegisteredMemory, can_register
 from libfsdp.megatron._config import tell_once
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._model import MemberState
+    from libfsdp._core.model import MemberState
     from libfsdp.megatron._config import DistributedDataParallelConfig
 
 
@@ -107,7 +107,7 @@ class ParamAndGradBuffer:
 
     def manual_buffer_registration(self) -> None:
         """Registers the buffers of collectives with NCCL, where that was asked for and they have not been. Collective."""
-        buffers = self._states[0].running.buffers
+        buffers = self._states[0].engine_options.buffers
         if buffers is None:
             tell_once("manual_buffer_registration", "no buffers are registered: it needs nccl_ub, and NCCL")
         else:
@@ -117,7 +117,7 @@ class ParamAndGradBuffer:
         """Buffers of collectives come from NCCL's allocator, as nccl_ub and the options beside it say; nothing without NCCL."""
         mesh = self._states[0].mesh
         if config.nccl_ub and any(can_register(backend) for state in self._states for backend in state.mesh.backends):
-            self._states[0].running.buffers = RegisteredMemory(
+            self._states[0].engine_options.buffers = RegisteredMemory(
                 mesh.device,
                 symmetric=not config.disable_symmetric_registration,
                 manually=config.fsdp_manual_registration,

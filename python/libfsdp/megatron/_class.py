@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from libfsdp import _C
-from libfsdp._calling import weak_method
-from libfsdp._mesh import device_of
-from libfsdp._sharded_parameter import local_of
+from libfsdp._comm.mesh import device_of
+from libfsdp._core.function_calls import weak_method
+from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._buffer import ParamAndGradBuffer
 from libfsdp.megatron._config import (
     DistributedDataParallelConfig,
@@ -35,7 +35,7 @@ from libfsdp.megatron._units import UnitOptions, classes_of, shard_units
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from libfsdp._model import Model
+    from libfsdp._core.model import Model
     from libfsdp.megatron._index import FSDPDistributedIndex
 
 
@@ -202,10 +202,10 @@ class MegatronFSDP(nn.Module):
             self.module.set_keep_unsharded_storage(True)
         self.param_and_grad_buffer.use_registered_memory(self.ddp_config)
         self._separate_reductions()
-        running = self._states[0].running
-        running.before_delivery, running.after_backward = map(weak_method, (self._gradients.restore, self._end_backward))
-        running.overlaps_reductions = self.ddp_config.overlap_grad_reduce
-        running.prefetch_depth = self._prefetch_depth()
+        engine_options = self._states[0].engine_options
+        engine_options.before_delivery, engine_options.after_backward = map(weak_method, (self._gradients.restore, self._end_backward))
+        engine_options.overlaps_reductions = self.ddp_config.overlap_grad_reduce
+        engine_options.prefetch_depth = self._prefetch_depth()
         self.microbatch_count = self._left_by_no_sync = 0
         self._is_last_microbatch = self._awaits_install = False
         self.set_model_auto_sync(sync_model_each_microbatch)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from libfsdp._model import states_in
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.model import states_in
+from libfsdp._core.sharded_parameter import local_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from libfsdp._calling import untraced, weak_method
+from libfsdp._core.function_calls import untraced, weak_method
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from libfsdp._state import ShardState
+    from libfsdp._core.state import ShardState
 
 
 class FusedGradients:

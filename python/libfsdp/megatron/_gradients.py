@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from libfsdp._C import Error
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._placed import with_dtype
 from libfsdp.megatron._protocol import is_expert
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from libfsdp._state import ShardState
+    from libfsdp._core.state import ShardState
     from libfsdp.megatron._index import FSDPDistributedIndex
 
 

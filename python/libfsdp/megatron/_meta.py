@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from libfsdp._sharded_parameter import local_of, rows_of
+from libfsdp._core.sharded_parameter import local_of, rows_of
 from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._protocol import attributes_of, is_expert
 from libfsdp.megatron._quantized import is_quantized
@@ -17,8 +17,8 @@ from libfsdp.megatron._quantized import is_quantized
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from libfsdp._sharded_parameter import ShardedParameter
-    from libfsdp._state import ShardState
+    from libfsdp._core.sharded_parameter import ShardedParameter
+    from libfsdp._core.state import ShardState
     from libfsdp.megatron._index import FSDPDistributedIndex
     from libfsdp.megatron._quantized import TransformerEngineForm
 

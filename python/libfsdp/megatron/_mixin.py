@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from libfsdp import _C
-from libfsdp._fsdp_module import FSDPModule
-from libfsdp._model import state_of, states_in
+from libfsdp._core.model import state_of, states_in
+from libfsdp._fsdp2.fsdp_module import FSDPModule
 
 if TYPE_CHECKING:
-    from libfsdp._model import MemberState
+    from libfsdp._core.model import MemberState
 
 _classes: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
 

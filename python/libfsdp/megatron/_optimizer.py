@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from libfsdp._optimizer_state import make_state
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+from libfsdp.optim._optimizer_state import make_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable

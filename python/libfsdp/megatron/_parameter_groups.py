@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._mixin import states_of
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from libfsdp._sharded_parameter import ShardedParameter
-    from libfsdp._state import ShardState
+    from libfsdp._core.sharded_parameter import ShardedParameter
+    from libfsdp._core.state import ShardState
 
 _GROUP = "_libfsdp_parameter_group"
 

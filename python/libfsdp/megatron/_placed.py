@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.sharded_parameter import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-    from libfsdp._state import ShardState
+    from libfsdp._core.state import ShardState
 
 
 def describe(state: ShardState, i: int, tensor_parallel: DeviceMesh | None, cut_dim: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from libfsdp import _C
-from libfsdp._quantized_form import QUANTIZED
+from libfsdp._core.quantized_form import QUANTIZED
 from libfsdp.megatron._scaling import scale_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from libfsdp._state import ShardState
+    from libfsdp._core.state import ShardState
     from libfsdp.megatron._config import ShardingStrategy
 
 _ROWWISE = ("_data", "_rowwise_data")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from libfsdp._fully_shard import fully_shard
-from libfsdp._model import states_in
-from libfsdp._placement import ShardPlacementResult
-from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
-from libfsdp._sharded_parameter import identity_of
+from libfsdp._core.model import states_in
+from libfsdp._core.placement import ShardPlacementResult
+from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.sharded_parameter import identity_of
+from libfsdp._fsdp2.fully_shard import fully_shard
 from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._placed import describe
 from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel_dim
@@ -22,7 +22,7 @@ from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from libfsdp._model import MemberState
+    from libfsdp._core.model import MemberState
     from libfsdp.megatron._config import ShardingStrategy
     from libfsdp.megatron._index import FSDPDistributedIndex
     from libfsdp.megatron._policy import MixedPrecisionPolicy

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from libfsdp import _C
-from libfsdp._optimizer_settings import tell_settings
-from libfsdp._optimizers import BeginsAnew
 from libfsdp.optim._fused import make_adam_state
+from libfsdp.optim._optimizer_settings import tell_settings
+from libfsdp.optim._optimizers import BeginsAnew
 from libfsdp.optim._preparing import cut_dims, loss_of, over, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from libfsdp import _C
-from libfsdp._optimizer_settings import tell_settings
-from libfsdp._optimizers import BeginsAnew
+from libfsdp.optim._optimizer_settings import tell_settings
+from libfsdp.optim._optimizers import BeginsAnew
 from libfsdp.optim._preparing import loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from libfsdp import _C
-from libfsdp._mesh import device_of
-from libfsdp._optimizer_settings import tell_settings
-from libfsdp._optimizers import BeginsAnew
+from libfsdp._comm.mesh import device_of
+from libfsdp.optim._optimizer_settings import tell_settings
+from libfsdp.optim._optimizers import BeginsAnew
 from libfsdp.optim._preparing import cut_dims, loss_of, prepare_gradient, zeros_like
 
 if TYPE_CHECKING:

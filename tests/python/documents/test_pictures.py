@@ -42,8 +42,7 @@ def test_the_picture_of_the_parts_is_the_tables() -> None:
 
 def test_the_picture_of_the_python_package_is_its_imports() -> None:
     drawn = arrows_of("python")
-    assert {("_model", "_warnings"), ("_fully_shard", "_forward_hooks"), ("megatron", "_fully_shard")} <= drawn
-    assert not any(upper in ("_state", "_making", "_extensions") and lower == "_model" for upper, lower in drawn)
+    assert {("megatron", "_fsdp2"), ("_fsdp2", "optim"), ("optim", "_core"), ("_core", "_comm")} <= drawn
 
 
 @pytest.mark.nightly

@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 import libfsdp
-from libfsdp import _mesh
+from libfsdp._comm import mesh as mesh_module
 
 bf16, fp32 = torch.bfloat16, torch.float32
 
 
 def forget_meshes(patch: pytest.MonkeyPatch) -> None:
     """Of this world, for as long as the patch lasts."""
-    world = _mesh._own_world()
+    world = mesh_module._own_world()
     patch.setattr(world, "meshes", {})
     patch.setattr(world, "groups", {})
 
@@ -36,12 +36,12 @@ def meshes_made_by(make: Any) -> Iterator[None]:
     """Within it, meshes are made anew, and in this way."""
     with pytest.MonkeyPatch.context() as patch:
         forget_meshes(patch)
-        patch.setattr(_mesh, "_make", make)
+        patch.setattr(mesh_module, "_make", make)
         yield
 
 
 def train_over_backends(case: str, options: Options) -> Run:
-    with meshes_made_by(_mesh._over_backends):
+    with meshes_made_by(mesh_module._over_backends):
         return train(case, "libfsdp", options)
 
 
@@ -96,7 +96,7 @@ def use_both() -> None:
     step(own)
     sent = {name: count - before[name] for name, count in libfsdp.wire_stats(own).items()}
     assert sent["shared_memory_bytes"] > 0
-    with meshes_made_by(_mesh._over_backends):
+    with meshes_made_by(mesh_module._over_backends):
         theirs = model()
         theirs.set_separate_reduce_scatter_group()
         step(theirs)
@@ -120,7 +120,7 @@ def step_of_a_rank_alone(calls_itself: str, dtype: torch.dtype | None) -> tuple[
     """What its backend did, as the profiler saw it, and the gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SINGLE_RANK_COLLECTIVES", calls_itself)
-        with meshes_made_by(_mesh._over_backends):
+        with meshes_made_by(mesh_module._over_backends):
             alone = model(mp_policy=libfsdp.MixedPrecisionPolicy(param_dtype=dtype))
             gradients_of(alone)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
@@ -144,7 +144,7 @@ def reduce_between_hosts() -> None:
     """Gradients in bf16, on two hosts with four ranks each."""
     policy = libfsdp.MixedPrecisionPolicy(param_dtype=bf16)
     own = model(mp_policy=policy)
-    with pretended_host(dist.get_rank() // 4), meshes_made_by(_mesh._over_backends):
+    with pretended_host(dist.get_rank() // 4), meshes_made_by(mesh_module._over_backends):
         theirs = model(mp_policy=policy)
         losses = [step(theirs), step(theirs)]
     assert losses[0] == step(own)
@@ -230,7 +230,7 @@ def count_new_groups(bound: bool) -> None:
         return new_group(ranks, **options)
 
     default = dist.distributed_c10d._get_default_group()
-    with meshes_made_by(_mesh._over_backends), pytest.MonkeyPatch.context() as patch:
+    with meshes_made_by(mesh_module._over_backends), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", count)
         if bound:
             # As by init_process_group(device_id=): torch splits the default group, which some of its ranks alone can't.
@@ -264,7 +264,7 @@ def keywords_to(name: str, use: Any) -> dict[str, Any]:
 
 
 def see_what_the_engine_is_given() -> None:
-    for make, seconds in ((_mesh._over_store, 120), (_mesh._over_backends, 108)):
+    for make, seconds in ((mesh_module._over_store, 120), (mesh_module._over_backends, 108)):
         with meshes_made_by(make):
             assert keywords_to("make_mesh", model)["timeout"] == seconds
     for pinned in (True, False):
@@ -290,13 +290,13 @@ def use_symmetric_memory() -> None:
         told.append(memory)
         set_buffer_memory(engine, memory)
 
-    with meshes_made_by(_mesh._over_backends), pytest.MonkeyPatch.context() as patch:
+    with meshes_made_by(mesh_module._over_backends), pytest.MonkeyPatch.context() as patch:
         sharded, early = model(), model()
         step(sharded)
         patch.setattr(libfsdp._C.HookedModel, "set_buffer_memory", tell)
         patch.setattr(symmetric_memory, "set_backend", told.append)
         with pytest.MonkeyPatch.context() as as_nccl:
-            as_nccl.setattr(_mesh, "is_of", lambda group, backend, mesh: backend == "ProcessGroupNCCL")
+            as_nccl.setattr(mesh_module, "is_of", lambda group, backend, mesh: backend == "ProcessGroupNCCL")
             sharded.set_symm_mem_for_comm()
             assert told == ["NCCL", symmetric]
             early[0].set_symm_mem_for_comm("NCCL")  # Before the engine is there.

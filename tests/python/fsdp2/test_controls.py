@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
-from libfsdp._model import states_in
+from libfsdp._core.model import states_in
 
 
 class ToDouble(nn.Module):

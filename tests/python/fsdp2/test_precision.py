@@ -16,6 +16,7 @@ from torch import nn
 
 import libfsdp
 from libfsdp import MixedPrecisionPolicy, fully_shard
+from libfsdp._core import precision
 
 bf16, fp32 = torch.bfloat16, torch.float32
 
@@ -100,7 +101,7 @@ def follow() -> None:
     unfollowed = gradient_of(follows=False, policy=MixedPrecisionPolicy(), microbatches=[256.0, 1.0, -256.0])
     assert unfollowed.dtype == bf16
     assert torch.equal(unfollowed, torch.zeros(4, 2, dtype=bf16))
-    follows_anyway = libfsdp._precision.torch_has_override
+    follows_anyway = precision.torch_has_override
     by_default = gradient_of(follows=None, policy=MixedPrecisionPolicy(), microbatches=[1.0])
     assert by_default.dtype == (fp32 if follows_anyway else bf16)
 
@@ -119,7 +120,7 @@ def reduce_in_own_dtype() -> None:
     assert torch.equal(gradient_of(follow_grad_dtype=False), rounded)
     # Main parameters may be wider than is worth sending.
     assert torch.equal(gradient_of(follow_grad_dtype=True, main_params_dtype=torch.float64), rounded)
-    assert torch.equal(gradient_of(), exact if libfsdp._precision.torch_has_override else rounded)
+    assert torch.equal(gradient_of(), exact if precision.torch_has_override else rounded)
 
 
 def test_gradients_are_reduced_in_the_dtype_of_their_parameter(ranks: StartRanks) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import libfsdp
 from libfsdp import fully_shard
-from libfsdp._mesh import timeout_of
+from libfsdp._comm.mesh import timeout_of
 
 
 @pytest.fixture(scope="module")

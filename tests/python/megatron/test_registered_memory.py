@@ -15,9 +15,9 @@ from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
-from libfsdp import _mesh
-from libfsdp._model import state_of
-from libfsdp._registered_memory import RegisteredMemory
+from libfsdp._comm import mesh as mesh_module
+from libfsdp._comm.registered_memory import RegisteredMemory
+from libfsdp._core.model import state_of
 from libfsdp.megatron import fully_shard_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:nccl_ub changes nothing here")
@@ -85,7 +85,7 @@ def nccl(version: tuple[int, int, int] = (2, 28, 3)) -> Iterator[None]:
         return Backend.all.setdefault(id(backend), Backend(backend))
 
     with pytest.MonkeyPatch.context() as patch:
-        world = _mesh._own_world()
+        world = mesh_module._own_world()
         patch.setattr(world, "meshes", {})
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
         patch.setattr(torch.cuda, "MemPool", Pool)
@@ -176,7 +176,7 @@ def let_go(fails: bool) -> None:
         model = libfsdp.fully_shard(nn.Linear(4, 4))
         state = state_of(model)
         assert state is not None
-        state.running.buffers = RegisteredMemory(state.mesh.device, symmetric=True, manually=False)
+        state.engine_options.buffers = RegisteredMemory(state.mesh.device, symmetric=True, manually=False)
         model(torch.ones(2, 4)).sum().backward()
         assert [len(backend.registered) for backend in with_calls()] == [2]
         Backend.fails = fails

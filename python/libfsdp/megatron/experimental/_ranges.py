@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from libfsdp import _C
-from libfsdp._calling import weak_method
+from libfsdp._core.function_calls import weak_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from libfsdp import _buffer_memory
-from libfsdp._fully_shard import fully_shard as shard_module
-from libfsdp._mesh import device_of
-from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
-from libfsdp._sharded_parameter import identity_of
+from libfsdp._comm.mesh import device_of
+from libfsdp._core import buffer_memory
+from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.sharded_parameter import identity_of
+from libfsdp._fsdp2.fully_shard import fully_shard as shard_module
 from libfsdp.megatron._mixin import attach, give_memory, own_parameters, require_quiet, states_of
 from libfsdp.megatron._parameter_groups import groups_of
 from libfsdp.megatron._policy import MixedPrecisionPolicy
@@ -141,7 +141,7 @@ def fully_shard(
         raise ValueError(f"Parameters {owned} are already owned by another module: shard tied parameters by one call")
     require_quiet(module, "fully_shard")
     if context.use_symmetric_memory:
-        _buffer_memory.require_symmetric_memory(ranks, "use_symmetric_memory")
+        buffer_memory.require_symmetric_memory(ranks, "use_symmetric_memory")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     parameters = own_parameters(module).values()
     policy.warn_of_low_gradients([p.dtype for p in parameters if p.requires_grad and p.is_floating_point()])
@@ -163,7 +163,7 @@ def fully_shard(
         if state.unit is not None and grad_divisor != 1:
             state.unit.gradient_divide_factor = float(grad_divisor * ranks.size())
         if context.use_symmetric_memory:
-            _buffer_memory.use_symmetric_memory(state, "NCCL")
+            buffer_memory.use_symmetric_memory(state, "NCCL")
     context.identities.update(names.values())
     module._join(context, strategy, groups_of(module, names))
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from libfsdp._calling import untraced, weak_method
-from libfsdp._forward_hooks import tensors_with_gradient
-from libfsdp._fsdp_module import FSDPModule
+from libfsdp._core.function_calls import untraced, weak_method
+from libfsdp._fsdp2.forward_hooks import tensors_with_gradient
+from libfsdp._fsdp2.fsdp_module import FSDPModule
 from libfsdp.megatron._mixin import states_of
 from libfsdp.megatron.experimental._ranges import Ranges, enclosing_of
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from libfsdp import _C
-from libfsdp._fsdp_module import FSDPModule as _Base
+from libfsdp._fsdp2.fsdp_module import FSDPModule as _Base
 from libfsdp.megatron._diagnostics import (
     ParameterNorms,
     group_table,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from libfsdp._fully_shard import fully_shard as shard_module
-from libfsdp._mesh import default_mesh, device_of
-from libfsdp._precision import MixedPrecisionPolicy as ComputePolicy
-from libfsdp._sharded_parameter import identity_of
+from libfsdp._comm.mesh import default_mesh, device_of
+from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.sharded_parameter import identity_of
+from libfsdp._fsdp2.fully_shard import fully_shard as shard_module
 from libfsdp.megatron._config import strategy_of
 from libfsdp.megatron._mixin import attach, own_parameters, require_quiet, states_of
 from libfsdp.megatron._parameter_groups import groups_of
@@ -86,8 +86,8 @@ def fully_shard(
     attach(module, original, FSDPModule)
     assert isinstance(module, FSDPModule)
     for state in states_of(module):
-        state.running.prefetch_depth = 1 if enable_unshard_prefetch else 0
-        state.running.overlaps_reductions = enable_async_reduce_grad
+        state.engine_options.prefetch_depth = 1 if enable_unshard_prefetch else 0
+        state.engine_options.overlaps_reductions = enable_async_reduce_grad
         if state.unit is not None and gradient_scaling_factor is not None:
             state.unit.gradient_divide_factor = 1 / gradient_scaling_factor
     module._fsdp_param_groups = groups_of(module, names)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from libfsdp._model import state_of
-from libfsdp._sharded_parameter import local_of
+from libfsdp._core.model import state_of
+from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._meta import is_on_meta
 
 if TYPE_CHECKING:

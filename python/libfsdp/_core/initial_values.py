@@ -1,0 +1,83 @@
+"""Checks that the initial values, of which each rank takes its own rows, were the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from libfsdp import _C
+from libfsdp._core.sharded_parameter import local_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from libfsdp._comm.mesh import ShardingMesh
+    from libfsdp._core.sharded_parameter import ShardedParameter
+
+_SAMPLED = 64  # the number of elements of each parameter, spread over it, that are compared
+
+
+@dataclass
+class _Taken:
+    """The sample of one parameter.
+
+    Attributes:
+        checksum: the checksum of the sample.
+        sharded: the parameter that got this rank's rows.
+        version: the versions of that parameter and of its memory at that time.
+    """
+
+    checksum: int
+    sharded: nn.Parameter
+    version: int
+
+
+class InitialValues:
+    """Samples of the whole values that a rank had when a unit was sharded."""
+
+    def __init__(self, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
+        """Takes the samples.
+
+        Args:
+            values: the whole parameters, before sharding.
+            parameters: the sharded parameters, which have this rank's rows.
+        """
+        self._taken = {
+            parameter.identity: _Taken(
+                _C.checksum(local_of(value), _SAMPLED), parameter.sharded, _version_of(parameter.sharded)
+            )
+            for value, parameter in zip(values, parameters, strict=True)
+            if not value.is_meta and not parameter.extended and type(local_of(value)) in (torch.Tensor, nn.Parameter)
+        }
+
+    def untouched(self, parameters: Sequence[ShardedParameter]) -> list[int]:
+        """Returns a checksum for each parameter; 0 for those that had no values, or were written since (loaded, broadcast, trained)."""
+        taken_of = [self._taken.get(parameter.identity) for parameter in parameters]
+        return [
+            taken.checksum
+            if taken is not None and parameter.sharded is taken.sharded and _version_of(taken.sharded) == taken.version
+            else 0
+            for taken, parameter in zip(taken_of, parameters, strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Drops the samples after they were compared."""
+        self._taken = {}
+
+
+def compare(ranks: ShardingMesh, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
+    """Raises Error on all ranks if their values differ. Collective."""
+    lines = [
+        f"parameter '{parameter.name}' is not compared"
+        if value.is_meta or parameter.extended
+        else f"parameter '{parameter.name}' with the checksum {_C.checksum(local_of(value), 0):x}"
+        for value, parameter in zip(values, parameters, strict=True)
+    ]
+    ranks.engine_mesh.compare("\n".join(lines), of_values=True)
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    return parameter._version + local_of(parameter)._version

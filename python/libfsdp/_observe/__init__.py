@@ -1,0 +1,1 @@
+"""Statistics and reports of training steps, and checks of what they compute."""

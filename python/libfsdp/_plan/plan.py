@@ -1,0 +1,452 @@
+"""What training of a model will need and send, without ranks, devices or memory."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from libfsdp import _C
+from libfsdp._core.arguments import (
+    as_bytes,
+    as_flag,
+    check_bytes,
+    check_functions,
+    check_ignored,
+    check_policies,
+    refuse,
+)
+from libfsdp._core.placement import dimension_of
+from libfsdp._core.precision import MixedPrecisionPolicy, keeps_dtype
+from libfsdp._core.sharded_parameter import ShardedParameter
+from libfsdp._core.sharding_options import (
+    ShardingOptions,
+    check_options,
+    check_placements,
+    check_reshard_after_forward,
+    divides_by_all,
+    float8_block_of,
+)
+from libfsdp._core.unit_factory import make_unit
+from libfsdp._core.unit_order import UnitOrder, visits_of_units
+from libfsdp._plan.activations import kept_by_unit
+from libfsdp._plan.planned_mesh import PlannedMesh, PlannedRanks, Sizes
+from libfsdp._plan.simulation import LinkRate, Simulation, UnitTime
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
+
+# Which modules become units: their classes, or a function of each module's name and the module.
+Units = Callable[[str, nn.Module], bool] | type[nn.Module] | tuple[type[nn.Module], ...]
+
+
+# Of fully_shard.
+_OPTIONS = {
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "mp_policy",
+    "offload_policy",
+    "ignored_params",
+    "placements",
+    "outer_placements",
+    "gather_format",
+    "keep_gathered_bytes",
+    "follow_grad_dtype",
+    "main_params_dtype",
+    "main_grads_dtype",
+}
+# Options that describe a training step, which fully_shard does not have.
+_OF_STEPS = {"microbatches", "sync_each_microbatch"}
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """The bytes of one unit on a rank, each while it is there.
+
+    Attributes:
+        name: the module's name; "(root)" for the root.
+        elements: of its parameters.
+        main_parameters: this rank's shards.
+        main_gradients: their gradients.
+        optimizer_state: what the optimizer keeps for them.
+        gathered: the whole parameters.
+        unreduced: the whole gradients, before they are reduced.
+        communication: receive staging of the reduction.
+        padding: the part of ``gathered`` that belongs to no parameter.
+        activations: what autograd keeps from its forward to its backward, by what plan() was given.
+        inputs: of its modules, in bytes: what it keeps if it recomputes. 0 if plan() was given no inputs.
+    """
+
+    name: str
+    elements: int
+    main_parameters: int
+    main_gradients: int
+    optimizer_state: int
+    gathered: int
+    unreduced: int
+    communication: int
+    padding: int
+    activations: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs and sends in one training step, once steps have become alike.
+
+    ``str()`` gives a table for people, and a notebook shows a chart.
+
+    Attributes:
+        ranks: of the mesh.
+        elements: of all parameters.
+        peak: bytes at the moment at which the device has to have most, by what they are for: "main_parameters",
+            "main_gradients", "optimizer_state", "gathered_parameters", "unreduced_gradients", "communication",
+            "unused_slots" (blocks that the engine keeps for later use), "activations"; "device" is their sum, and "host"
+            what is offloaded.
+        moment: when that is, such as "backward of 'layers.3'".
+        memory: what :func:`memory_stats` says after such a step, if peaks were reset before it.
+        wire: what :func:`wire_stats` adds up in such a step.
+        links: the same for each dimension of the mesh, by its name.
+        units: enclosing ones first.
+        moments: the parts of a step in their order, each as its name and the bytes when the device has to have most in it, as
+            in ``peak``.
+        fsdp2: what FSDP2 (``torch.distributed.fsdp.fully_shard``) needs at its own peak for the same, as in ``peak``:
+            "communication" are the buffers of its gathers and reductions, and "gathered_parameters" their copies. None on one
+            rank, with options that FSDP2 lacks, with ``reshard_after_forward=False``, and of several microbatches.
+        fsdp2_moment: when FSDP2 has its peak.
+    """
+
+    ranks: int
+    elements: int
+    peak: dict[str, int]
+    moment: str
+    memory: dict[str, int]
+    wire: dict[str, int]
+    links: dict[str, dict[str, int]]
+    units: tuple[PlannedUnit, ...]
+    moments: tuple[tuple[str, dict[str, int]], ...]
+    fsdp2: dict[str, int] | None
+    fsdp2_moment: str | None
+    _planned: _C.Plan = field(repr=False, compare=False)
+
+    def fits(self, memory: int | float | str) -> bool:
+        """True if a device with this many bytes for the program, also as "80GB" or "80GiB", can hold the peak.
+
+        What torch's allocator and the device's driver need beside it is not in the plan.
+        """
+        return self.peak["device"] <= as_bytes("memory", memory)
+
+    def json(self) -> str:
+        """Returns all of the plan as a JSON object, in bytes."""
+        return self._planned.json()
+
+    def svg(self) -> str:
+        """Returns a picture of the memory over one step: a bar for each of ``moments``, divided by kinds."""
+        return self._planned.svg()
+
+    def simulate(
+        self,
+        *,
+        units: Mapping[str, UnitTime] | None = None,
+        links: Mapping[str, LinkRate] | None = None,
+        update_ms: float = 0.0,
+        steps: int = 3,
+        slow_ranks: Mapping[int, float] | None = None,
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> Simulation:
+        """Simulates steps on all ranks: what each computes, begins and waits for, in the order of the planned one.
+
+        A collective begins when all ranks of its row have come to it and the one before it has ended. Host time is not
+        simulated, nor links that several groups share. Times are as good as those that you give: measure them on your machine,
+        or use the simulation to compare.
+
+        Args:
+            units: how long ranks compute for each unit, by its name. Not given: no time.
+            links: how fast each dimension of the mesh is, by its name in ``links``. Not given: no time.
+            update_ms: of the optimizer.
+            steps: how many are simulated.
+            slow_ranks: factors of the time that ranks compute, by global rank.
+            jitter: each computation takes a time drawn from a log-normal distribution, with this deviation of its logarithm.
+            seed: of what is drawn.
+
+        Raises:
+            Error: for names that the plan does not have, ranks that do not exist, times that are negative or not finite, and if
+                no time is given.
+        """
+        return Simulation._of_engine(
+            self._planned.simulate(
+                units={name: (time.forward_ms, time.backward_ms) for name, time in (units or {}).items()},
+                links={dim: (rate.latency_us, rate.bytes_per_s) for dim, rate in (links or {}).items()},
+                update_ms=update_ms,
+                steps=steps,
+                slow_ranks=slow_ranks or {},
+                jitter=jitter,
+                seed=seed,
+            )
+        )
+
+    def __str__(self) -> str:
+        """Returns the plan as a table."""
+        return self._planned.text()
+
+    def _repr_html_(self) -> str:
+        """Returns a chart of the memory at the peak, one over the step, and the table of the rest, for a notebook."""
+        whole = max(self.peak["device"], 1)
+        rows = [
+            f"<tr><td>{name.replace('_', ' ')}</td><td style='text-align:right'>{_C.size_text(count)}</td>"
+            f"<td><div style='background:#4a7ebb;height:0.8em;width:{300 * count / whole:.0f}px'></div></td></tr>"
+            for name, count in self.peak.items()
+            if count and name not in ("device", "host")
+        ]
+        title = f"{self.ranks:,} ranks: {_C.size_text(whole)} of a device, in {html.escape(self.moment)}"
+        return (
+            f"<div><b>{title}</b><table>{''.join(rows)}</table>{self.svg()}"
+            f"<details><summary>all</summary><pre>{html.escape(str(self))}</pre></details></div>"
+        )
+
+
+def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
+    if units is None:
+        return lambda name, module: False
+    if isinstance(units, (type, tuple)):
+        classes = units
+        return lambda name, module: isinstance(module, classes)
+    if not callable(units):
+        refuse("units", units, "classes of modules, or a function of a name and a module")
+    return units
+
+
+def _parameter(
+    name: str, parameter: nn.Parameter, ranks: PlannedRanks, options: ShardingOptions, shard_dim: int
+) -> ShardedParameter:
+    """Returns what a unit is made from: see _core.unit_factory.make_parameter."""
+    if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
+        raise ValueError(f"plan() takes whole parameters, and '{name}' is a scalar, a DTensor or a shard")
+    main_dtype = options.main_dtype_of(parameter)
+    return ShardedParameter(
+        name=name,
+        places=[],
+        shape=parameter.shape,
+        dtype=main_dtype,
+        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
+        shard_dim=shard_dim,
+        spec=None,
+        whole_spec=None,
+        identity=-1,
+        sharded=parameter,
+        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
+        float8_block=float8_block_of(options, parameter, name, shard_dim, ranks),
+        grad_dtype=options.grad_dtype_of(parameter),
+    )
+
+
+def plan(
+    module: nn.Module,
+    mesh: PlannedMesh,
+    *,
+    units: Units | None = None,
+    optimizer_values: int = 2,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    activations: Mapping[str, int | float | str] | None = None,
+    prefetch_depth: int = 1,
+    **options: Any,
+) -> Plan:
+    """Says what a rank will need and send if the module is trained, sharded by :func:`fully_shard` with these options.
+
+    The engine itself runs steps of it over memory that has sizes and no bytes, so a plan and a run are the same to the
+    byte: :func:`memory_stats` and :func:`wire_stats` of a run are the plan's ``memory`` and ``wire``. Without ``inputs``,
+    modules are taken to be used in the order in which they were registered, and parameters of a module that has units within
+    it before and after those. The module may be on the meta device; it is not changed, and no
+    value is read. No process group is needed, and no other rank takes part.
+
+    Args:
+        module: the root.
+        mesh: the ranks.
+        units: which modules below the root fully_shard is called on, by their classes, or by a function of each module's
+            name and the module.
+        optimizer_values: the number of values that the optimizer keeps for each element of a shard, in its dtype: 2 for
+            AdamW, 1 for SGD with momentum.
+        inputs: the arguments of one forward, as a tuple, or by name; of tensors, only shapes and dtypes are used. The forward
+            runs without memory: the plan has its order, and what autograd keeps of each unit as its activations. Give a model that
+            computes its loss all that it needs for it. Kernels are chosen as on a CPU. Modules that recompute keep what they keep
+            in a run; what they compute again in backward is not in the plan.
+        activations: the bytes of activations that stay from a unit's forward to its backward, by the unit's name, in place
+            of those that ``inputs`` give.
+        prefetch_depth: the number of units that are gathered ahead.
+        options: of all calls of fully_shard: reshard_after_forward (None means True, except for the root, where it means
+            False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements,
+            gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype. With
+            outer_placements="optim_if_even", parameters that are not cut over both dimensions are in a unit of their own,
+            "... (replicated)". And of a step: microbatches, the number of backwards before each update, whose gradients add up
+            (1), and sync_each_microbatch, whether each of them reduces its gradients (True) or the last one alone, as with
+            ``set_requires_gradient_sync(False)`` before the others. The plan's memory and wire are those of all of them.
+
+    Raises:
+        ValueError: for options that fully_shard would refuse, for parameters that are scalars, shards, DTensors, or in two
+            units, if ``units`` matches no module below the root, and for ``inputs`` of a module whose forward depends on values of tensors.
+        Error: if the mesh has a device type that is not known.
+        TypeError: if an argument is of another type, or an option is not known; it is named.
+    """
+    if not isinstance(module, nn.Module):
+        refuse("module", module, "a module")
+    if not isinstance(mesh, PlannedMesh):
+        refuse("mesh", mesh, "a PlannedMesh, as PlannedMesh(ranks=8)")
+    if not (inputs is None or isinstance(inputs, tuple | Mapping)):
+        refuse("inputs", inputs, "a tuple of arguments, or arguments by their names")
+    check_bytes("optimizer_values", optimizer_values)
+    measured = {name: as_bytes(f"activations['{name}']", count) for name, count in (activations or {}).items()}
+    unknown = set(options) - _OPTIONS - _OF_STEPS
+    if unknown:
+        refuse("options", sorted(unknown), f"those of {sorted(_OPTIONS | _OF_STEPS)}")
+    microbatches = options.get("microbatches", 1)
+    check_bytes("microbatches", microbatches)
+    if microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches}: give 1 or more")
+    syncs = as_flag("sync_each_microbatch", options.get("sync_each_microbatch", True))
+    ranks = PlannedRanks(mesh=Sizes(mesh.sizes), engine_mesh=mesh.of_engine(), sizes=mesh.sizes)
+    of_units = _sharding_options(options, ranks)
+    walk = UnitOrder(module, _predicate(units), check_ignored(options.get("ignored_params")))
+    if units is not None and len(walk.names) == 1:
+        raise ValueError(f"units is {units!r}, and no module below the root is one: give None if the root is the only unit")
+    no_units = set(measured) - set(walk.names)
+    if no_units:
+        raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
+    dim_of = _dim_of(options.get("shard_placement_fn"), ranks, of_units)
+    kept: dict[str, int] = {}
+    of_inputs: dict[str, int] = {}
+    if inputs is not None:
+        of_names = dict(zip(walk.names, walk.modules, strict=True))
+        kept, of_inputs, events = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
+        walk.follow(module, events)
+    kept |= measured
+    made: list[tuple[_C.ShownUnit, int | None, int]] = []
+    positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
+    places: dict[tuple[int, int], tuple[int, int]] = {}  # of parameters: in which of these, and where there
+    of_no_unit: dict[int, int] = {}  # activations of modules that have no parameters, by the unit that holds them
+    if_even = options.get("outer_placements") == "optim_if_even"
+    for k, (name, parent, given) in enumerate(zip(walk.names, walk.parents, walk.parameters, strict=True)):
+        while parent is not None and parent not in positions_of:
+            parent = walk.parents[parent]
+        around = None if parent is None else positions_of[parent][-1]
+        if not given:  # The unit around it holds its activations, or the first one.
+            of_no_unit[around or 0] = of_no_unit.get(around or 0, 0) + kept.pop(name, 0)
+        outer = [not if_even or divides_by_all(ranks, one, dim_of(one)) for _, one in given]
+        for is_outer in sorted(set(outer), reverse=True):  # Others are not cut over the outer dimension.
+            chosen = [i for i, one in enumerate(outer) if one == is_outer]
+            of_unit = of_units if is_outer else replace(of_units, outer_sharded=False)
+            parameters = [_parameter(given[i][0], given[i][1], ranks, of_unit, dim_of(given[i][1])) for i in chosen]
+            unit = _unit(name if is_outer else f"{name} (replicated)", parameters, ranks, of_unit, is_root=k == 0)
+            unit.requires_gradient_sync = unit.requires_all_reduce = syncs
+            positions_of.setdefault(k, []).append(len(made))
+            places.update({(k, i): (len(made), place) for place, i in enumerate(chosen)})
+            made.append((unit, around, kept.pop(name, 0)))
+            around = len(made) - 1
+    if not made:
+        raise ValueError(f"{type(module).__name__} has no parameters to plan for")
+    for k, count in of_no_unit.items():
+        unit, around, held = made[k]
+        made[k] = (unit, around, held + count)
+    planned = _C.plan(
+        ranks.engine_mesh,
+        made,
+        visits_of_units(walk.visits, positions_of, places),
+        optimizer_values=optimizer_values,
+        prefetch_depth=prefetch_depth,
+        keep_gathered_bytes=of_units.keep_gathered_bytes,
+        microbatches=microbatches,
+    )
+    return _read(planned, of_inputs)
+
+
+def _sharding_options(given: dict[str, Any], ranks: PlannedRanks) -> ShardingOptions:
+    """Checks the options as fully_shard does."""
+    mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
+    offload_policy = given.get("offload_policy", OffloadPolicy())
+    keep_gathered_bytes = as_bytes("keep_gathered_bytes", given.get("keep_gathered_bytes", 0))
+    placements = given.get("placements", "optim_grads_params")
+    outer_placements = given.get("outer_placements", "no_shard")
+    mp_policy, offload_policy = check_policies(mp_policy, offload_policy)
+    check_functions(
+        shard_placement_fn=given.get("shard_placement_fn"),
+        gather_format=given.get("gather_format"),
+    )
+    check_placements(placements, outer_placements)
+    options = ShardingOptions(
+        reshard_after_forward=given.get("reshard_after_forward"),
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        placements=placements,
+        outer_sharded=outer_placements != "no_shard",
+        spmd=None,
+        gather_format=given.get("gather_format"),
+        follow_grad_dtype=given.get("follow_grad_dtype"),
+        keep_gathered_bytes=keep_gathered_bytes,
+        memory_budget=None,
+        report_nan=False,
+        main_params_dtype=given.get("main_params_dtype"),
+        main_grads_dtype=given.get("main_grads_dtype"),
+        check_initial_values=False,
+    )
+    check_options(options, ranks)
+    check_reshard_after_forward(options.reshard_after_forward, ranks)
+    return options
+
+
+def _dim_of(
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: PlannedRanks, options: ShardingOptions
+) -> Callable[[nn.Parameter], int]:
+    """Returns a function of a parameter that says which dimension is cut."""
+
+    def dim_of(parameter: nn.Parameter) -> int:
+        placement = None if shard_placement_fn is None or options.is_replicated else shard_placement_fn(parameter)
+        if hasattr(placement, "mesh_info"):
+            refuse("shard_placement_fn's result", placement, "Shard(dim) or None: a plan has one mesh")
+        return dimension_of(placement, ranks.shard_size, parameter)
+
+    return dim_of
+
+
+def _unit(
+    name: str, parameters: list[ShardedParameter], ranks: PlannedRanks, options: ShardingOptions, *, is_root: bool
+) -> _C.ShownUnit:
+    """Returns the unit, with the settings that a state of fully_shard gives it."""
+    given = options.reshard_after_forward
+    kept = given if not isinstance(given, bool) and given is not None and 1 < given < ranks.shard_size else 0
+    reshards = given if isinstance(given, bool) else given != 1
+    unit = make_unit(
+        name,
+        parameters,
+        ranks,
+        options,
+        reshards_after_forward=reshards,
+        kept_size=0 if options.is_replicated else kept,
+    )
+    unit.kept_across_forwards = not reshards
+    if is_root and given is None:  # Backward begins with the root.
+        unit.reshard_after_forward = False
+    return unit
+
+
+def _read(planned: _C.Plan, inputs: Mapping[str, int]) -> Plan:
+    fields: dict[str, Any] = json.loads(planned.json())
+    return Plan(
+        ranks=fields["ranks"],
+        elements=fields["elements"],
+        peak=fields["peak"],
+        moment=fields["moment"],
+        memory={f"{kind}.{which}": count for kind, use in fields["memory"].items() for which, count in use.items()},
+        wire=fields["wire"],
+        links={link["dim"]: link["sent"] for link in fields["links"]},
+        units=tuple(PlannedUnit(**unit, inputs=inputs.get(unit["name"], 0)) for unit in fields["units"]),
+        moments=tuple((moment["what"], moment["most"]) for moment in fields["moments"]),
+        fsdp2=fields["fsdp2"] and fields["fsdp2"]["peak"],
+        fsdp2_moment=fields["fsdp2"] and fields["fsdp2"]["moment"],
+        _planned=planned,
+    )

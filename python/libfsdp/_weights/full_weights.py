@@ -1,0 +1,294 @@
+"""Whole weights of a sharded model, in a stream of buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from libfsdp import _C
+from libfsdp._core.model import form, states_in
+from libfsdp._core.packed_weights import is_of_packed, packed_among
+from libfsdp._weights.adapters import adapters_of
+from libfsdp._weights.changed_weights import ChangedWeights, WeightSnapshot
+from libfsdp._weights.tensor_parallel import assembly_of, dims_of, further_dims, meshes_of_all
+from libfsdp._weights.weight_names import names_that_come
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+
+    from torch import nn
+
+    from libfsdp._core.model import MemberState
+    from libfsdp._weights.tensor_parallel import Assembly
+
+    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None, bool, torch.Tensor]
+    Adapter = tuple[str, str, str, float, bool]
+
+Receivers = Literal["all", "first", "one_per_host"]
+_RECEIVERS = {
+    "all": _C.WeightReceivers.ALL,
+    "first": _C.WeightReceivers.FIRST,
+    "one_per_host": _C.WeightReceivers.ONE_PER_HOST,
+}
+
+
+class WeightBucket(list[tuple[str, torch.Tensor]]):
+    """Names with whole tensors, in the order of ``state_dict()``.
+
+    Attributes:
+        flat: the buffer of which the tensors are views: one dimension, bytes; each tensor begins at a multiple of 64
+            bytes. None on ranks that do not receive.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], flat: torch.Tensor | None) -> None:
+        super().__init__(weights)
+        self.flat = flat
+
+
+class FullWeights:
+    """An iterator of buckets, and a context manager that closes it: see full_weights."""
+
+    def __init__(self, stream: _C.WeightStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> WeightBucket:
+        """Returns the next bucket. Collective.
+
+        Raises:
+            Error: if another rank has stopped.
+            CommError: if a rank has gone.
+        """
+        bucket = self._stream.next()
+        if bucket is None:
+            raise StopIteration
+        weights, _, flat = bucket
+        return WeightBucket(weights, flat)
+
+    def __len__(self) -> int:
+        """The number of all buckets."""
+        return self._stream.buckets
+
+    def __enter__(self) -> FullWeights:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Stops before the last bucket. Waits until the other ranks have come to their next bucket; does nothing after the end."""
+        self._stream.close()
+
+
+@overload
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+    ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
+    since: None = None,
+) -> FullWeights: ...
+
+
+@overload
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+    ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
+    since: WeightSnapshot,
+) -> ChangedWeights: ...
+
+
+def full_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 128 << 20,
+    dtype: torch.dtype | None = None,
+    names: Collection[str] | None = None,
+    ranks: Receivers = "all",
+    rename: Callable[[str], str] | None = None,
+    merge_adapters: bool = False,
+    since: WeightSnapshot | None = None,
+) -> FullWeights | ChangedWeights:
+    """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
+
+    Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is
+    gathered. The memory, two buckets, counts as gathered parameters; a bucket's tensors lose it when the next bucket is
+    asked for, and using them then is an error: clone what is to be kept. A parameter that is tied travels once, and comes under all
+    its names, one behind the other. The values are those of the shards, which are read and not changed: between steps, and between
+    microbatches.
+
+    Pieces of tensor parallelism, and of experts that are DTensors on a mesh of their own, are put together, too.
+
+    All ranks take all buckets, or stop. A rank may stop at any time, by ``close()``, by the end of a ``with``, or by an
+    exception in a ``for``: it waits until the others have come to their next bucket, which is then an Error on those
+    that go on, and training can continue. If the model is used before the end, the iterator is closed, which is an
+    Error, too.
+
+    Args:
+        model: the root, or a module that has sharded modules below it.
+        bucket_bytes: the most bytes of a bucket. A tensor that is larger has a bucket of its own.
+        dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards. Four-bit
+            weights of bitsandbytes, and what is saved of their quant_state, are never converted.
+        names: only these of the names of ``state_dict()``.
+        ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
+            get buckets without tensors.
+        rename: returns the receiver's name for one of ``state_dict()``; with merge_adapters, for one of the base model.
+        merge_adapters: a weight with LoRA adapters of peft comes as W + scale * B A, of all active adapters, under the name
+            that the base model has for it; adapters do not come. The model stays as it is. The sum is computed in fp32,
+            by each rank for its own part, from whole adapters, and is rounded once.
+        since: what the receivers have. Buckets are then lists of WeightChange, of the tensors that do not have the same
+            bits: single elements with their positions where these have fewer bytes, and the whole tensor where not. Each
+            rank keeps the changes of its shards until the end.
+
+    Raises:
+        Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; inside of a
+            backward; if the snapshot is of streams of another kind; if ``rename`` gives a name twice; for adapters that are
+            no such product (DoRA, those of embeddings and convolutions), or that are merged already.
+        ValueError: if the model is not sharded.
+    """
+    states = [(state, enclosing) for _, state, enclosing in states_in(model)]
+    if not states:
+        raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
+    problem = problem_of(bucket_bytes, dtype, names, ranks)
+    if since is not None and not isinstance(since, WeightSnapshot):
+        problem = problem or f"full_weights: since must be a WeightSnapshot or None, got {since!r}"
+    values: dict[str, Any] = {}
+    try:
+        values = model.state_dict(keep_vars=True)  # Modules show shards then.
+        for model_of_states in {state.model for state, _ in states}:
+            if model_of_states is not None:
+                model_of_states.adopt_registered()
+    except RuntimeError as error:
+        problem = problem or str(error)
+    engines: list[_C.HookedModel] = []
+    for state, enclosing in states:
+        if state.model is None and enclosing is None:
+            form(state, provisional=True)
+        if state.model is not None and state.model.engine not in engines:
+            engines.append(state.model.engine)
+    entries: list[Entry] = []
+    merged: list[Adapter] = []
+    received: dict[str, str] = {}
+    meshes: list[_C.DeviceMesh] = []
+    try:
+        # Of all parameters, whatever is asked for: ranks must agree on whom they ask.
+        of_units = {id(p.sharded) for state, _ in states for p in state.parameters if p.owner is None}
+        all_tensors = values.values() or (*model.parameters(), *model.buffers())
+        others = (p for p in all_tensors if id(p) not in of_units)
+        meshes = meshes_of_all([state for state, _ in states], others)
+        if not problem:
+            members = [state for state, _ in states]
+            adapters = adapters_of(model, values, members) if merge_adapters else None
+            received = names_that_come(values, names, rename, adapters)
+            merged = adapters.merged_into(received) if adapters else []
+            chosen = {*received, *(name for _, up, down, *_ in merged for name in (up, down))}
+            entries = _entries_of({name: value for name, value in values.items() if name in chosen}, members)
+    except _C.Error as error:
+        problem = str(error)
+    for state, _ in states:
+        if state.post_optim_event is not None:  # The next forward waits for it, too.
+            torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
+    stream = _C.WeightStream(
+        engines,
+        (entries, merged, received),
+        bucket_bytes=1 if problem else bucket_bytes,
+        dtype=None if problem else dtype,
+        ranks=_RECEIVERS["all" if problem else ranks],
+        since=since._snapshot if isinstance(since, WeightSnapshot) else None,
+        problem=problem,
+        meshes=meshes,
+    )
+    return FullWeights(stream) if since is None else ChangedWeights(stream)
+
+
+def problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:
+    """Returns what is wrong with the arguments, as far as the engine does not check it; empty if nothing is."""
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        return f"full_weights: bucket_bytes must be an int, got {bucket_bytes!r}"
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return f"full_weights: dtype must be a torch.dtype or None, got {dtype!r}"
+    if names is not None and (
+        isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names)
+    ):
+        return f"full_weights: names must be a list of names, or None, got {names!r}"
+    if ranks not in _RECEIVERS:
+        return f"full_weights: ranks must be one of {', '.join(map(repr, _RECEIVERS))}, got {ranks!r}"
+    return ""
+
+
+def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry]:
+    """Returns the tensors of a state dict. Its values are the parameters and buffers themselves, so that tied ones are known.
+
+    Raises:
+        Error: for a tensor that the engine can't put together.
+    """
+    sharded = {
+        id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters) if p.owner is None
+    }
+    packed = packed_among(values)
+    entries: dict[int, Entry] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            continue  # extra state of a module
+        if id(value) in entries:
+            entries[id(value)][0].append(name)
+            continue
+        as_is = is_of_packed(name, packed)
+        state, i, parameter = sharded.get(id(value), (None, 0, None))
+        if state is None or parameter is None or parameter.spec is None:
+            local, assembly = _plain(name, value), None
+            if isinstance(value, DTensor):
+                assembly = assembly_of(name, value.shape, local.shape, dims_of(value._spec))
+            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly, as_is, value)
+            continue
+        dims = further_dims(parameter, state)
+        shape = parameter.spec.shape if dims else parameter.shape
+        assembly = assembly_of(name, shape, parameter.shape, dims)
+        local = _plain(name, parameter.local)
+        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly, as_is, value)
+    return list(entries.values())
+
+
+def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Returns the values that this rank has of a tensor as an ordinary tensor over the same memory.
+
+    Raises:
+        Error: if there is none.
+    """
+    tensor = value.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    while type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]]
+        if len(inner) != 1 or inner[0].shape != tensor.shape or inner[0].dtype != tensor.dtype:
+            break
+        tensor = inner[0]  # it adds nothing but how the parameter is gathered
+    if type(tensor) is not torch.Tensor:
+        raise _C.Error(
+            f"full_weights: '{name}' is a {type(tensor).__name__}, whose values are no ordinary tensor; use its full_tensor(), "
+            "or name the others in names"
+        )
+    if tensor.is_meta:
+        raise _C.Error(f"full_weights: '{name}' is on the meta device: call model.to_empty(device=...) before")
+    return tensor
