@@ -274,7 +274,7 @@ def writes_that_nobody_is_told_of_give_no_alarm() -> None:
         torch.manual_seed(0)
         plain: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         model: Any = fully_shard_model(plain, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
-        check = libfsdp.ReplayCheck(model, every=1)
+        check = libfsdp.ReplayCheck(model.module, every=1)
         for step in range(3):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             check.run(functools.partial(forward_and_sum_backward, model), x)
