@@ -70,8 +70,8 @@ std::uint32_t update_by_tables(std::uint32_t state, const char* data, std::size_
 #if defined(__x86_64__)
 
 // Folding (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009): four vectors hold a message
-// with the same remainder as all bytes so far. At the end, the next narrower way computes the remainder of this message. The vectors are
-// single variables, because compilers would keep an array in memory at -O2.
+// with the same remainder as all bytes so far. At the end, the tables compute the remainder of this message. The vectors are single
+// variables, because compilers would keep an array in memory at -O2.
 
 /// The factors by which each 128 bits of a message are moved by `bits`: one for their earlier half, one for their later half.
 using Factors = std::array<std::uint64_t, 2>;
@@ -110,73 +110,6 @@ __attribute__((target("pclmul,sse4.1"))) std::uint32_t update_by_128(std::uint32
   return update_by_tables(update_by_tables(0, rest.data(), rest.size()), data, length);
 }
 
-__attribute__((target("avx2,vpclmulqdq"))) inline __m256i load256(const char* data) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-}
-
-__attribute__((target("avx2,vpclmulqdq"))) inline __m256i fold(__m256i value, __m256i factors, __m256i next) {
-  const __m256i earlier = _mm256_clmulepi64_epi128(value, factors, 0x00);
-  const __m256i later = _mm256_clmulepi64_epi128(value, factors, 0x11);
-  return _mm256_xor_si256(_mm256_xor_si256(earlier, later), next);
-}
-
-__attribute__((target("avx2,vpclmulqdq"))) std::uint32_t update_by_256(std::uint32_t state, const char* data, std::size_t length) {
-  if (length < 128) return update_by_128(state, data, length);
-  static constexpr Factors kByFour = factors_for(4 * 256);
-  static constexpr Factors kByOne = factors_for(256);
-  const __m256i by_four = _mm256_broadcastsi128_si256(load128(kByFour.data()));
-  const __m256i by_one = _mm256_broadcastsi128_si256(load128(kByOne.data()));
-  __m256i a = _mm256_xor_si256(load256(data), _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(state))));
-  __m256i b = load256(data + 32);
-  __m256i c = load256(data + 64);
-  __m256i d = load256(data + 96);
-  for (data += 128, length -= 128; length >= 128; data += 128, length -= 128) {
-    a = fold(a, by_four, load256(data));
-    b = fold(b, by_four, load256(data + 32));
-    c = fold(c, by_four, load256(data + 64));
-    d = fold(d, by_four, load256(data + 96));
-  }
-  __m256i all = fold(fold(fold(a, by_one, b), by_one, c), by_one, d);
-  for (; length >= 32; data += 32, length -= 32) all = fold(all, by_one, load256(data));
-  std::array<char, 32> rest{};
-  std::memcpy(rest.data(), &all, sizeof(all));
-  return update_by_tables(update_by_tables(0, rest.data(), rest.size()), data, length);
-}
-
-__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i load512(const char* data) { return _mm512_loadu_si512(data); }
-
-__attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i value, __m512i factors, __m512i next) {
-  constexpr int kXorOfThree = 0x96;
-  const __m512i earlier = _mm512_clmulepi64_epi128(value, factors, 0x00);
-  const __m512i later = _mm512_clmulepi64_epi128(value, factors, 0x11);
-  return _mm512_ternarylogic_epi64(earlier, later, next, kXorOfThree);
-}
-
-__attribute__((target("avx512f,vpclmulqdq"))) std::uint32_t update_by_512(std::uint32_t state, const char* data, std::size_t length) {
-  if (length < 256) return update_by_128(state, data, length);
-  static constexpr Factors kByFour = factors_for(4 * 512);
-  static constexpr Factors kByOne = factors_for(512);
-  constexpr __mmask16 kAllLanes = 0xFFFF;  // gcc 12 warns of the broadcast without a mask
-  const __m512i by_four = _mm512_maskz_broadcast_i32x4(kAllLanes, load128(kByFour.data()));
-  const __m512i by_one = _mm512_maskz_broadcast_i32x4(kAllLanes, load128(kByOne.data()));
-  __m512i a = _mm512_xor_si512(load512(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
-  __m512i b = load512(data + 64);
-  __m512i c = load512(data + 128);
-  __m512i d = load512(data + 192);
-  for (data += 256, length -= 256; length >= 256; data += 256, length -= 256) {
-    a = fold(a, by_four, load512(data));
-    b = fold(b, by_four, load512(data + 64));
-    c = fold(c, by_four, load512(data + 128));
-    d = fold(d, by_four, load512(data + 192));
-  }
-  __m512i all = fold(fold(fold(a, by_one, b), by_one, c), by_one, d);
-  for (; length >= 64; data += 64, length -= 64) all = fold(all, by_one, load512(data));
-  std::array<char, 64> rest{};
-  std::memcpy(rest.data(), &all, sizeof(all));
-  _mm256_zeroupper();  // Without this, SSE instructions are slow afterwards; gcc 12 does not insert it.
-  return update_by_tables(update_by_128(0, rest.data(), rest.size()), data, length);
-}
-
 #endif
 
 }  // namespace
@@ -203,11 +136,7 @@ namespace detail {
 std::vector<Crc32Way> crc32_ways() {
   std::vector<Crc32Way> ways = {{"tables", update_by_tables}};
 #if defined(__x86_64__)
-  const bool has_wide = __builtin_cpu_supports("vpclmulqdq") != 0;
-  if (__builtin_cpu_supports("pclmul") == 0 || __builtin_cpu_supports("sse4.1") == 0) return ways;
-  ways.push_back({"128 bits", update_by_128});
-  if (has_wide && __builtin_cpu_supports("avx2") != 0) ways.push_back({"256 bits", update_by_256});
-  if (has_wide && __builtin_cpu_supports("avx512f") != 0) ways.push_back({"512 bits", update_by_512});
+  if (__builtin_cpu_supports("pclmul") != 0 && __builtin_cpu_supports("sse4.1") != 0) ways.push_back({"128 bits", update_by_128});
 #endif
   return ways;
 }

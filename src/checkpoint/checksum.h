@@ -9,9 +9,8 @@
 namespace fsdp::ckpt {
 
 /// Continues a CRC-32: `crc` is the checksum of the bytes before `data` (0 at the beginning), and the result is the checksum of all bytes
-/// so far. It uses the fastest of four ways that the processor supports. Bytes that are in its cache pass one core at about 60 GB/s where
-/// it multiplies 512 bits at once without carry (Intel's Ice Lake, AMD's Zen 4), 30 GB/s with 256 bits (Zen 3), 15 GB/s with 128 bits
-/// (x86-64 since 2010), 2 GB/s elsewhere.
+/// so far. For bytes in its cache, one core computes about 15 GB/s where it can multiply 128 bits without carry (x86-64 since 2010), and
+/// 2 GB/s elsewhere.
 ///
 /// The project has its own code for this, although libraries exist: the fast one in Debian (ISA-L) is missing where only headers can be
 /// installed, and the project must build there, too.
