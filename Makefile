@@ -1,4 +1,4 @@
-# Every target sets up what it needs on its own; see docs/develop/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, PART, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH, GPU_PYTHON, CUDA_VENV.
+# Every target sets up what it needs on its own; see docs/develop/building.md. What you may set: VENV, BUILD_DIR, WARNINGS_AS_ERRORS, JOBS, TEST_JOBS, UNITY, CXX, ARGS, SECONDS, KILLS, SEED, ONLY, TESTS, MEGATRON, GROUP, FILTER, NIGHTLY, TORCH, GPU_PYTHON, CUDA_VENV.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -107,8 +107,8 @@ torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KIL
 	python tests/torture/torture.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
 	  --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutants: | $(STAMP)-build $(STAMP)-clang $(STAMP)-test  ## Break the library, one change at a time: does a test notice? PART=2/5, ONLY=src/comm/
-	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --workshops $(JOBS) $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY))
+mutants: | $(STAMP)-build $(STAMP)-clang $(STAMP)-test  ## Break the library, one change at a time: does a test notice? ONLY=src/comm/
+	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --workshops $(JOBS) $(if $(ONLY),--only $(ONLY))
 
 bench: build $(STAMP)-bench  ## Measure against torch's FSDP2, DDP and the limits; options in ARGS
 	python bench/run.py --binary $(BUILD_DIR)/bench/bench_contender --package $(BUILD_DIR)/python $(ARGS)

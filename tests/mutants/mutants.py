@@ -1,12 +1,13 @@
 """Breaks the library on purpose, one small change at a time, and looks whether a test notices.
 
     mutants.py check ROOT                          every mutant still fits the sources, and its tests are there
-    mutants.py run ROOT WORK [--part 2/5] [--only NAME] [--workshops N]
+    mutants.py run ROOT WORK [--only NAME] [--workshops N]
                                                    builds and tests them in WORK, a folder of their own
 
-The mutants of a source are in one file, tests/mutants/<path of the source>.diff, ordered by the place that they change:
+The mutants of a folder are in one file, e.g. tests/mutants/src/comm.diff, ordered by the source and the place that they change:
 
     @@ each_value_is_rounded                               the name, which no other mutant of that source has
+    file: src/comm/rank_order_sum.cpp                      the source
     promise: docs/develop/design.md, Reduce in full precision    what it breaks
     test: test_comm RankOrderSum.IsBitExact                who must notice: a test program and a filter, or `adversaries`
                                                            and a name (tests/adversaries), or `pytest` and a file in a
@@ -17,14 +18,17 @@ The mutants of a source are in one file, tests/mutants/<path of the source>.diff
 
 The lines that stay or go occur exactly once in the source. Empty lines between two mutants count for neither.
 
-`run` first sees that the named tests pass as the library is. A mutant is killed when one of its tests fails, or runs
-into its time-out; it survived when all pass, and that makes `run` fail. WORK/results.json keeps what came out, so that
-a run that was stopped goes on; a result stands until the mutant, the file that it changes or its tests change.
+`run` skips mutants that do not fit, and then fails. It first sees that the named tests pass as the library is. A mutant
+is killed when one of its tests fails, or runs into its time-out; it survived when all pass, and that makes `run` fail.
+WORK/results.json keeps what came out, so that a run that was stopped goes on; a result stands until the mutant, the file
+that it changes or its tests change.
 """
 
 import argparse
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -61,44 +65,31 @@ class MutantError(Exception):
     pass
 
 
-def read_mutant(file: str, block: str) -> Mutant:
-    heading, *lines = block.rstrip("\n").split("\n")
-    name = f"{file}:{heading}"
-    promises: list[str] = []
-    tests: list[tuple[str, str]] = []
-    while lines and (line := re.match(r"(promise|test): (.+)", lines[0])):
-        if line[1] == "promise":
-            promises.append(line[2])
-        else:
-            program, _, pattern = line[2].partition(" ")
-            tests.append((program, pattern))
+def read_mutant(block: str) -> Mutant:
+    name, *lines = block.rstrip("\n").split("\n")
+    fields: dict[str, list[str]] = {"file": [], "promise": [], "test": []}
+    while lines and (line := re.match(r"(file|promise|test): (.+)", lines[0])):
+        fields[line[1]].append(line[2])
         del lines[0]
-    if len(promises) != 1 or not tests or not lines:
-        raise MutantError(f"{name}: needs one `promise`, at least one `test`, then the lines that it changes")
+    if len(fields["file"]) != 1 or len(fields["promise"]) != 1 or not fields["test"] or not lines:
+        raise MutantError(f"{name}: needs one `file`, one `promise`, `test`s, then the lines that it changes")
     # An editor may have taken the blank of an empty line that stays.
     marked = [line or " " for line in lines]
     if strange := [line for line in marked if line[0] not in " -+"]:
         raise MutantError(f"{name}: a line neither stays, goes nor comes: {strange[0]}")
     old, new = ("".join(f"{line[1:]}\n" for line in marked if line[0] in marks) for marks in (" -", " +"))
-    return Mutant(name, promises[0], file, old, new, tuple(tests))
+    ((file,), (promise,)) = fields["file"], fields["promise"]
+    tests = tuple((program, pattern) for program, _, pattern in (test.partition(" ") for test in fields["test"]))
+    return Mutant(f"{file}:{name}", promise, file, old, new, tests)
 
 
 def read_mutants(root: Path) -> list[Mutant]:
-    folder = root / "tests" / "mutants"
     found: dict[str, Mutant] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
-        if path.suffix != ".diff":
-            if path.parent != folder:
-                raise MutantError(f"{path.relative_to(root)} is no .diff")
-            continue
-        file = str(path.relative_to(folder).with_suffix(""))
-        if not (root / file).is_file():
-            raise MutantError(f"{path.relative_to(root)}: there is no {file}")
+    for path in sorted((root / "tests" / "mutants").rglob("*.diff")):
         before, *blocks = re.split(r"^@@ ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         if before or not blocks:
             raise MutantError(f"{path.relative_to(root)} does not begin with a mutant (@@)")
-        for block in blocks:
-            mutant = read_mutant(file, block)
+        for mutant in map(read_mutant, blocks):
             if mutant.name in found:
                 raise MutantError(f"{mutant.name} is there twice")
             found[mutant.name] = mutant
@@ -107,6 +98,8 @@ def read_mutants(root: Path) -> list[Mutant]:
 
 def mutated(root: Path, mutant: Mutant) -> str:
     """The mutant's file, changed."""
+    if not (root / mutant.file).is_file():
+        raise MutantError(f"{mutant.name}: there is no {mutant.file}")
     text = (root / mutant.file).read_text(encoding="utf-8")
     count = ("\n" + text).count("\n" + mutant.old)
     if count != 1:
@@ -125,6 +118,7 @@ def sources_of(root: Path, program: str) -> list[Path]:
     return sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
 
 
+@functools.cache
 def test_names(root: Path, program: str) -> set[str]:
     """`Suite.Name` of every test of a program; the name of every adversary; `file::name` of every test in Python."""
     names: set[str] = set()
@@ -139,26 +133,25 @@ def test_names(root: Path, program: str) -> set[str]:
     return names
 
 
-def faults(root: Path, mutants: Iterable[Mutant]) -> list[str]:
+def faults(root: Path, mutant: Mutant) -> list[str]:
+    """Why a mutant can't be tried."""
     found = []
-    known: dict[str, set[str]] = {}
-    for mutant in mutants:
-        try:
-            mutated(root, mutant)
-        except MutantError as error:
-            found.append(str(error))
-        for program, pattern in mutant.tests:
-            names = known.setdefault(program, test_names(root, program))
-            if program == PYTEST:
-                if pattern.partition("[")[0] not in names:
-                    found.append(f"{mutant.name}: tests/python has no test {pattern}")
-                continue
-            for part in pattern.split(":"):
-                named = FILTER.match(part)
-                wanted = part if named is None else named.group(1)
-                suite = wanted.removesuffix("*") if wanted.endswith(".*") else None
-                if wanted not in names and not (suite and any(name.startswith(suite) for name in names)):
-                    found.append(f"{mutant.name}: {program} has no test {part}")
+    try:
+        mutated(root, mutant)
+    except MutantError as error:
+        found.append(str(error))
+    for program, pattern in mutant.tests:
+        names = test_names(root, program)
+        if program == PYTEST:
+            if pattern.partition("[")[0] not in names:
+                found.append(f"{mutant.name}: tests/python has no test {pattern}")
+            continue
+        for part in pattern.split(":"):
+            named = FILTER.match(part)
+            wanted = part if named is None else named.group(1)
+            suite = wanted.removesuffix("*") if wanted.endswith(".*") else None
+            if wanted not in names and not (suite and any(name.startswith(suite) for name in names)):
+                found.append(f"{mutant.name}: {program} has no test {part}")
     return found
 
 
@@ -281,14 +274,6 @@ def key_of(root: Path, mutant: Mutant) -> str:
     return digest.hexdigest()
 
 
-def chosen(mutants: list[Mutant], part: str, only: list[str]) -> list[Mutant]:
-    index, _, count = part.partition("/")
-    if only:
-        begins = tuple(only)
-        return [m for m in mutants if m.name.startswith(begins) or m.name.partition(":")[2].startswith(begins)]
-    return mutants[int(index) - 1 :: int(count)]
-
-
 class Results:
     """What came out for each mutant, in a file that a stopped run goes on from. Two workshops may write at once."""
 
@@ -392,7 +377,6 @@ def main() -> int:
     runner = commands.add_parser("run")
     runner.add_argument("root", type=Path)
     runner.add_argument("work", type=Path)
-    runner.add_argument("--part", default="1/1", help="2/5: the second of five parts")
     runner.add_argument("--only", action="append", default=[], help="mutants whose source or name begins so")
     runner.add_argument(
         "--workshops", type=int, default=os.cpu_count() or 1, help="copies of the tree to work in at once"
@@ -404,17 +388,15 @@ def main() -> int:
     except MutantError as error:
         print(error)
         return 1
-    if arguments.command == "run":
-        mutants = chosen(mutants, arguments.part, arguments.only)
-    found = faults(root, mutants)
-    for fault in found:
-        print(fault)
-    if found:
-        return 1
-    if arguments.command == "check":
-        print(f"{len(mutants)} mutants fit")
-        return 0
-    return run(root, arguments.work.resolve(), mutants, arguments.workshops)
+    if arguments.command == "run" and (begins := tuple(arguments.only)):
+        mutants = [m for m in mutants if m.name.startswith(begins) or m.name.partition(":")[2].startswith(begins)]
+    found = {mutant: faults(root, mutant) for mutant in mutants}
+    fitting = [mutant for mutant in mutants if not found[mutant]]
+    print(f"{len(fitting)} of {len(mutants)} mutants fit")
+    for fault in itertools.chain(*found.values()):
+        print(f"  {fault}")
+    failed = run(root, arguments.work.resolve(), fitting, arguments.workshops) if arguments.command == "run" else 0
+    return 1 if failed or len(fitting) < len(mutants) else 0
 
 
 if __name__ == "__main__":
