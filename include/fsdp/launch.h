@@ -25,10 +25,8 @@ struct LaunchOptions {
 /// does), save, and return 0. Ranks that do not handle them end by them, and then this process does so, too. A SIGINT that comes two
 /// seconds after the first one, or later, ends it at once, and the ranks with it.
 ///
-/// While this process has only one thread, ranks are forked. Once torch has started threads, a fork would copy locked locks. In this case,
-/// the program is run again with its own arguments, once per rank, and in those processes this call runs `fn` and exits. Earlier calls of
-/// launch_local return there what they returned here, without running their functions, so that the program reaches this call again. Call it
-/// from one thread at a time.
+/// Ranks are forked. Call it before the first tensor operation: once torch has started threads, their locks would stay locked in the ranks,
+/// so this prints an error and returns 1.
 int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options = {});
 
 /// True if a launcher's variables (RANK and WORLD_SIZE, or those of mpirun or srun) say that this process is one of several ranks.

@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,8 +22,6 @@
 #include <filesystem>
 #include <iostream>
 #include <iterator>
-#include <optional>
-#include <span>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -34,7 +33,6 @@
 #include "comm/launch/endings.h"
 #include "comm/launch/launch.h"
 #include "comm/launch/launch_report.h"
-#include "comm/launch/program_copy.h"
 #include "comm/launch/rank_process.h"
 #include "comm/launch/world.h"
 #include "fsdp/error.h"
@@ -61,6 +59,8 @@ Descriptor listen_on_loopback(std::uint16_t& port) {
   port = ntohs(address.sin_port);
   return listening;
 }
+
+using Environment = std::vector<std::pair<std::string, std::string>>;
 
 int threads_per_rank(int nproc) {
   cpu_set_t cores;
@@ -103,7 +103,6 @@ std::string exit_code_text(int code) { return code == 0 ? "" : "its function ret
   // fork copies it, glibc goes on collecting.
   static std::array<char, BUFSIZ> lines;
   if (details.prefix_output) std::setvbuf(stdout, lines.data(), _IOLBF, lines.size());
-  write_report(report_fd, kBegan, "");
   try {
     code = exit_code_of(fn);
     note_ending(code == 0 ? Ending::kReturned : Ending::kFailed, exit_code_text(code));
@@ -151,6 +150,12 @@ std::vector<PrefixedStream> output_of(std::size_t rank, const LaunchDetails& det
   return output;
 }
 
+/// Ends this process with its parent, however that ends (Ctrl-C, SIGTERM, SIGKILL): a rank must not outlive it.
+void die_with_parent(pid_t parent) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1);  // It ended before the request above.
+}
+
 RankProcess fork_rank(const std::function<int()>& fn, const Environment& environment, int listen_fd, const LaunchDetails& details,
                       const std::vector<RankProcess>& earlier) {
   auto report = Pipe::open();
@@ -171,18 +176,6 @@ RankProcess fork_rank(const std::function<int()>& fn, const Environment& environ
     if (environment.front().second != "0") close(listen_fd);  // Else clients of a dead rank 0 would still be let in.
     run_rank(fn, report.to_write.get(), details);
   }
-  for (auto& stream : output) stream.close_write_end();
-  return {
-      .rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}, .output = std::move(output)};
-}
-
-RankProcess execute_rank(const Environment& environment, int listen_fd, const LaunchDetails& details,
-                         const std::vector<int>& earlier_results, const std::vector<RankProcess>& earlier) {
-  auto report = Pipe::open();
-  auto output = output_of(earlier.size(), details);
-  const ProgramCopy told{.report_fd = report.to_write.get(), .earlier_results = earlier_results};
-  const std::span<const int> of_first(&listen_fd, earlier.empty() ? 1 : 0);
-  const pid_t pid = start_copy(environment, told, of_first, output);
   for (auto& stream : output) stream.close_write_end();
   return {
       .rank = static_cast<int>(earlier.size()), .pid = pid, .report_fd = report.to_read.take(), .report = {}, .output = std::move(output)};
@@ -359,16 +352,14 @@ void abandon(std::vector<RankProcess>& ranks) {
 }
 
 /// Starts all ranks, or throws and leaves none running.
-std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details, bool by_fork,
-                                     const std::vector<int>& earlier_results) {
+std::vector<RankProcess> start_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details) {
   std::uint16_t port = 0;
   const Descriptor listening = listen_on_loopback(port);
   std::vector<RankProcess> ranks;
   try {
     for (int rank = 0; rank < nproc; ++rank) {
       const Environment environment = rank_environment(rank, nproc, port, listening.get());
-      ranks.push_back(by_fork ? fork_rank(fn, environment, listening.get(), details, ranks)
-                              : execute_rank(environment, listening.get(), details, earlier_results, ranks));
+      ranks.push_back(fork_rank(fn, environment, listening.get(), details, ranks));
     }
   } catch (...) {
     abandon(ranks);
@@ -393,33 +384,28 @@ bool is_single_threaded() {
 }
 
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details) {
-  static std::optional<ProgramCopy> copy = take_own_copy();
-  static std::vector<int> results;  // The results of the launches so far; in a copy, those of the launches that it skips.
-  if (!copy && fsdp::is_launched()) return run_here(fn);
-  if (copy) {
-    if (results.size() < copy->earlier_results.size()) return results.emplace_back(copy->earlier_results[results.size()]);
-    run_rank(fn, std::exchange(copy, std::nullopt)->report_fd, details);
-  }
-
-  const std::vector<int> earlier_results = results;
-  results.push_back(1);  // If no rank can be started, this call has failed in the copies of later ones, too.
+  if (fsdp::is_launched()) return run_here(fn);
   if (nproc < 1) throw Error("launch_local: nproc is " + std::to_string(nproc) + "; at least one rank is needed");
   prepare_process();  // The streams of ranks take the numbers of standard streams.
-  const bool can_fork = is_single_threaded();
+  if (!is_single_threaded()) {
+    throw Error(
+        "launch_local: this process runs several threads, whose locks would stay locked in forked ranks; call launch_local before the "
+        "first tensor operation, or start the ranks with torchrun or mpirun");
+  }
   // A forked copy would print what is still buffered a second time.
   std::cout.flush();
   std::fflush(nullptr);
-  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details, can_fork, earlier_results);
+  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details);
   int ended_by = 0;
   int result = 0;
   {
     SignalForwarder signals;
     const auto failures = supervise(ranks, signals, details);
     ended_by = signals.ended_by(failures);
-    if (ended_by == 0) result = report_failures(ranks, failures, can_fork ? 0 : results.size(), details.grace);
+    if (ended_by == 0) result = report_failures(ranks, failures, details.grace);
   }
   if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
-  return results.back() = result;
+  return result;
 }
 
 }  // namespace comm

@@ -13,8 +13,8 @@ namespace fsdp::comm {
 namespace {
 
 /// Returns the text that follows the rank's name.
-std::string describe(const RankProcess& process, std::size_t call) {
-  if (!process.returned() && !process.ending().empty()) return " failed: " + std::string(process.ending().substr(1));
+std::string describe(const RankProcess& process) {
+  if (!process.returned() && !process.report.empty()) return " failed: " + process.report.substr(1);
   if (WIFSIGNALED(process.status)) {
     const int signal = WTERMSIG(process.status);
     return " was killed by signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
@@ -22,11 +22,7 @@ std::string describe(const RankProcess& process, std::size_t call) {
   const std::string code = std::to_string(WEXITSTATUS(process.status));
   if (process.returned()) return " failed: exit code " + code;
   if (process.collected_elsewhere) return " ended before its function returned";
-  std::string text = " left by exit(" + code + ") before its function returned";
-  if (call != 0 && !process.began()) {
-    text += ": the program was run again as a rank, but did not come to launch_local's call " + std::to_string(call);
-  }
-  return text;
+  return " left by exit(" + code + ") before its function returned";
 }
 
 struct FailureMessage {
@@ -46,8 +42,7 @@ void add_message(std::vector<FailureMessage>& messages, std::int64_t rank, std::
 
 }  // namespace
 
-int report_failures(const std::vector<RankProcess>& ranks, const std::vector<RankProcess*>& failures, std::size_t call,
-                    std::chrono::milliseconds grace) {
+int report_failures(const std::vector<RankProcess>& ranks, const std::vector<RankProcess*>& failures, std::chrono::milliseconds grace) {
   const auto own = [](const RankProcess* process) { return !process->stopped_by_us && !process->noticed_a_peer(); };
   const bool any_own = std::any_of(failures.begin(), failures.end(), own);
   int result = 0;
@@ -60,7 +55,7 @@ int report_failures(const std::vector<RankProcess>& ranks, const std::vector<Ran
       add_message(messages, process->rank, text.str());
     } else if (own(process) || !any_own) {
       noticed = noticed || process->noticed_a_peer();
-      add_message(messages, process->rank, describe(*process, call));
+      add_message(messages, process->rank, describe(*process));
       const int code = WIFEXITED(process->status) ? WEXITSTATUS(process->status) : 1;
       if (result == 0 || result == 1) result = std::max(code, 1);
     }

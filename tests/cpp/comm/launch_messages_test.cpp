@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +12,6 @@
 #include <iostream>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "checkpoint/files.h"
@@ -198,28 +196,6 @@ TEST(LaunchMessages, FilesAreNoStandardStreams) {
   };
   EXPECT_EQ(without_streams(7, write), 0);
   EXPECT_EQ(fsdp::testing::read_file(folder.path() / "file"), "");
-}
-
-TEST(LaunchMessagesPrograms, DISABLED_WithThreads) {
-  std::atomic<bool> stop = false;
-  std::thread second([&] {
-    while (!stop) usleep(1000);
-  });
-  EXPECT_EQ(fsdp::launch_local(2,
-                               [] {
-                                 std::cout << "from a copy" << std::endl;
-                                 return 0;
-                               },
-                               {.prefix_output = true}),
-            0);
-  stop = true;
-  second.join();
-}
-
-TEST(LaunchMessages, LinesOfProgramsThatAreRunAgainBeginWithTheRank) {
-  const auto [code, output] = fsdp::testing::run_program("LaunchMessagesPrograms.DISABLED_WithThreads");
-  EXPECT_EQ(code, 0) << output;
-  EXPECT_TRUE(has(output, "[0] from a copy\n") && has(output, "[1] from a copy\n")) << output;
 }
 
 }  // namespace launch_messages_test
