@@ -10,7 +10,7 @@
 namespace fsdp::comm {
 
 /// Collectives as messages between all pairs of ranks, from and into the callers' own buffers: for Gloo, whose native ones allocate, copy,
-/// and send twice the bytes (docs/develop/design.md has the numbers). A reduce-scatter receives into staging and sums there in rank order
+/// and send twice the bytes (docs/develop/collectives.md). A reduce-scatter receives into staging and sums there in rank order
 /// when it is waited for.
 class PairwiseCommunicator : public GroupCommunicator {
  public:
