@@ -14,7 +14,7 @@
 
 namespace fsdp {
 
-/// What activation_checkpoint() repeats.
+/// Options of activation_checkpoint().
 struct ActivationCheckpointOptions {
   /// True: random operators (dropout) draw the same numbers again when `fn` is repeated. For this, the states of the CPU's generator and of
   /// the current accelerator's are kept for each call, 5 KB on the CPU. Set it to false if `fn` draws no random numbers.
@@ -81,8 +81,8 @@ struct Results<std::tuple<Tensors...>> {
 
 }  // namespace detail
 
-/// Activation checkpointing: returns fn(inputs...), but keeps only the inputs, and frees what autograd saves inside of `fn`. When backward
-/// arrives, `fn` runs a second time on the inputs, and its own backward follows at once. So only one part of the model has its activations
+/// Activation checkpointing: returns fn(inputs...), but keeps only the inputs, and frees the tensors that autograd saves inside of `fn`. In
+/// backward, `fn` runs a second time on the inputs, and its own backward follows at once. So only one part of the model has its activations
 /// in memory at a time, at the cost of a second forward (Chen et al., 2016):
 ///
 ///     for (auto& block : blocks) x = fsdp::activation_checkpoint(block, x);  // a module's holder is a function
@@ -90,8 +90,8 @@ struct Results<std::tuple<Tensors...>> {
 ///
 /// `fn` takes any number of at::Tensor or std::vector<at::Tensor>, and returns an at::Tensor, a std::vector<at::Tensor> or a std::tuple of
 /// at::Tensor. Tensors may be undefined. `fn` is copied and kept until backward is done, so capture modules by their holders, not by a
-/// `this` that may not live as long. It must do the same both times. It does not if it depends on random numbers of a generator of its own,
-/// or on state that it changes (what a layer counts or averages as it runs is counted twice).
+/// `this` that may not live as long. It must compute the same both times. So it must not use a random generator of its own, nor state that
+/// it changes (the running statistics of a layer are updated twice).
 ///
 /// Gradients have the same bits as without activation checkpointing, except that the gradients of a tensor that is used in several places
 /// may be added in another order. This applies to inputs, to parameters that `fn` uses, and to other tensors that it has captured, whether
@@ -118,7 +118,7 @@ auto activation_checkpoint(ActivationCheckpointOptions options, Fn fn, const Inp
   return detail::Results<Result>::from(detail::activation_checkpoint(options, std::move(on_list), std::move(list)));
 }
 
-/// The same with the default options.
+/// activation_checkpoint() with the default options.
 template <typename Fn, detail::TensorOrTensors... Inputs>
 auto activation_checkpoint(Fn fn, const Inputs&... inputs) {
   return activation_checkpoint(ActivationCheckpointOptions{}, std::move(fn), inputs...);

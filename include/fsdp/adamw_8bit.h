@@ -8,7 +8,7 @@
 
 namespace fsdp {
 
-/// AdamWOptions, and which parameters have 8-bit state.
+/// Options of AdamW8bit: those of AdamW, and which parameters have 8-bit state.
 struct AdamW8bitOptions {
   double lr = 1e-3;                                 ///< Learning rate.
   std::tuple<double, double> betas = {0.9, 0.999};  ///< Decay of the averages of the gradient and of its square.
@@ -23,7 +23,7 @@ struct AdamW8bitOptions {
 /// for the first moment, unsigned for the second). The state takes 2 + 8/256 bytes per element instead of 8. Parameters and gradients keep
 /// their dtypes, and updates are computed in fp32.
 ///
-/// Blocks are counted from the start of each parameter and never lie on two ranks, so the result does not depend on how the model is cut:
+/// Blocks are counted from the start of each parameter and never lie on two ranks, so the result does not depend on the sharding:
 ///
 ///     fsdp::fully_shard(*model, {.units = ..., .granularity = [](const auto&, const auto&) { return fsdp::Granularity::blocks(256); }});
 ///     fsdp::AdamW8bit optimizer(*model, {.lr = 1e-3});

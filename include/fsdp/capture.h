@@ -13,18 +13,18 @@ struct CaptureOptions {
   int warm_up = 3;
 };
 
-/// A step of training that was captured as a graph: see capture().
+/// A training step that was captured as a graph: see capture().
 class CapturedStep {
  public:
   CapturedStep(CapturedStep&&) noexcept;  ///< Moves the step. The other one can then only be destroyed.
   CapturedStep& operator=(CapturedStep&&) noexcept;
-  /// Frees the graph and its memory: what the step has assigned (a loss) must not be used any more.
+  /// Frees the graph and its memory. Tensors that the step has assigned (a loss) must not be used any more.
   ~CapturedStep();
 
-  /// Puts the step on the device's current stream, with what its inputs hold then. The host neither waits nor computes anything, so ranks
-  /// do not compare what they do: all of them have to call it equally often. Optimizers count the step, and copies of parameters are
-  /// outdated behind it, as after any step. It throws Error, and does nothing, if a learning rate is another than the captured one, or if
-  /// the model is torn.
+  /// Launches the step on the device's current stream, with the current values of its inputs. The host neither waits nor computes anything,
+  /// so ranks do not compare their calls: all of them have to call it equally often. Optimizers count the step, and gathered copies of
+  /// parameters are stale after it, as after any step. It throws Error, and does nothing, if a learning rate differs from the captured one,
+  /// or if the model is partly loaded.
   void replay();
 
  private:
@@ -35,8 +35,8 @@ class CapturedStep {
 };
 
 /// Captures forward, backward and update of `module`, which fully_shard has sharded, as one graph: a CUDA graph on a GPU. `step` is first
-/// called for the warm-up, each time a step of training, and once more for the capture, which computes nothing. It must do the same each
-/// time, on tensors that stay where they are, and read no value on the host:
+/// called for the warm-up, each time a training step, and once more for the capture, which computes nothing. It must do the same each time,
+/// on tensors whose addresses do not change, and read no value on the host:
 ///
 ///     auto x = at::empty({8, 128}, device), loss = at::empty({}, device);
 ///     auto step = fsdp::capture(*model, [&] {
@@ -51,11 +51,11 @@ class CapturedStep {
 ///       step.replay();
 ///     }
 ///
-/// The step may contain AdamW and SGD, clip_grad_norm_ and accumulation. An Error names what it may not contain: other optimizers (they
-/// count on the host), clip_grad_norm, GradScaler, report_nan_in_param_grad, offload. `step` is kept for as long as the result. The call is
-/// collective: before the capture, the ranks compare what they have done so far. It throws Error if the device has no graphs, or if this
-/// build does not know them (CUDA needs FSDP_CUDA, or a torch with at::accelerator::Graph), and it passes on what `step` throws. After
-/// that, the model has no gradients, and can be trained without a graph.
+/// The step may contain AdamW and SGD, clip_grad_norm_ and accumulation. These are an Error: other optimizers (they count on the host),
+/// clip_grad_norm, GradScaler, report_nan_in_param_grad, offload. `step` is kept as long as the result. The call is collective: before the
+/// capture, the ranks compare their calls so far. It throws Error if the device has no graphs, or if this build does not support them (CUDA
+/// needs FSDP_CUDA, or a torch with at::accelerator::Graph). Exceptions of `step` are rethrown; the model then has no gradients, and can be
+/// trained without a graph.
 CapturedStep capture(torch::nn::Module& module, std::function<void()> step, CaptureOptions options = {});
 
 }  // namespace fsdp

@@ -22,28 +22,28 @@ struct MeshDim {
 
 /// How the ranks of a mesh exchange data.
 struct MeshOptions {
-  /// How long a collective may wait for a peer before it fails with CommError.
+  /// How long a collective may wait for another rank before it fails with CommError.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
-  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, if all ranks of a row support it and have set
-  /// this option. If a row spans several hosts, each must have the same number of its ranks, one host's after the other's. The environment
-  /// variable FSDP_SHARED_MEMORY=0 turns it off, too.
+  /// On CPU meshes, ranks of one host read each other's memory instead of sending messages, if all ranks of a process group support it and
+  /// have set this option. If a process group spans several hosts, each host must have the same number of its ranks, with consecutive
+  /// numbers. The environment variable FSDP_SHARED_MEMORY=0 turns it off, too.
   bool shared_memory = true;
 
-  /// On CUDA meshes, ranks of a machine that has fewer GPUs share them, in turn. NCCL refuses two ranks on one GPU unless
-  /// its version and its settings allow it.
+  /// On CUDA meshes: if a machine has more ranks than GPUs, ranks share GPUs in turn. NCCL refuses two ranks on one GPU unless its version
+  /// and its settings allow it.
   bool share_gpus = false;
 };
 
-/// Ranks arranged in an n-dimensional grid (the last dimension varies fastest), each row of which has a communicator.
-/// A cheap handle: copies share the groups, which are released with the last copy. Source of the idea: torch's DeviceMesh.
+/// Ranks arranged in an n-dimensional grid (the last dimension varies fastest). The ranks that differ in one dimension only, a row, have a
+/// communicator. A cheap handle: copies share the process groups, which are released with the last copy. (Modelled on torch's DeviceMesh.)
 class DeviceMesh {
  public:
   DeviceMesh() = default;  ///< An undefined mesh; `defined()` is false.
 
   bool defined() const { return state_ != nullptr; }      ///< False for `DeviceMesh()`.
   c10::Device device() const;                             ///< This rank's device; meta if the mesh is planned (fsdp/plan.h).
-  c10::DeviceType device_type() const;                    ///< Of this rank's device; of a planned mesh, of what it stands for.
+  c10::DeviceType device_type() const;                    ///< Of this rank's device; of a planned mesh, the planned device type.
   const std::vector<MeshDim>& dims() const;               ///< Names and sizes, outermost first.
   std::int64_t rank() const;                              ///< This rank's global rank.
   std::int64_t size() const;                              ///< Ranks in this (sub-)mesh.
@@ -51,15 +51,15 @@ class DeviceMesh {
   std::int64_t coordinate(const std::string& dim) const;  ///< This rank's position along `dim`.
   DeviceMesh operator[](const std::string& dim) const;    ///< The 1-D sub-mesh through this rank.
 
-  /// The sub-mesh of the given dimensions through this rank. Throws Error unless they are this mesh's, in their order.
+  /// The sub-mesh of the given dimensions through this rank. Throws Error unless they are dimensions of this mesh, in the same order.
   DeviceMesh sub(const std::vector<std::string>& dims) const;
 
   /// The communicator of this rank's row along `dim`.
   std::shared_ptr<comm::Communicator> communicator(const std::string& dim) const;
 
   /// Another communicator of the same row, or of the `neighbours` ranks of it around this one (row positions k * neighbours and up), with
-  /// process groups of its own. Collective over the row. Throws Error if `neighbours` does not divide the row; CommError if the ranks can't
-  /// meet.
+  /// process groups of its own. Collective over the row. Throws Error if `neighbours` does not divide the row; CommError if the rendezvous
+  /// fails.
   std::shared_ptr<comm::Communicator> new_communicator(const std::string& dim, std::int64_t neighbours = 0) const;
 
   /// Makes a communicator by new_communicator() at the first call with this `neighbours`, and returns the same one at all later calls: on a
@@ -90,7 +90,7 @@ class DeviceMesh {
 /// Connects the ranks that torchrun, mpirun, srun or launch_local started (docs/run/launch.md lists the variables that are read) and
 /// arranges them in a mesh. Without any such variable, this process is the only rank. `device_type` is "cpu" (Gloo) or "cuda" (NCCL, on the
 /// device LOCAL_RANK, or the only visible one). Collective over all ranks. Throws Error if the sizes do not multiply to the world size, a
-/// name is empty or repeated, or the device type has no backend in this build; CommError if the ranks can't meet.
+/// name is empty or repeated, or the device type has no backend in this build; CommError if the rendezvous fails.
 DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, MeshOptions options = {});
 
 /// A mesh of any size as one of its ranks sees it. Its collectives move no data and return at once, and no other process is needed. It is

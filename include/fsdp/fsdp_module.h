@@ -27,11 +27,11 @@ class Engine;
 /// This rank's part of a tensor (1-D, a view into the engine's memory, possibly empty), with its name and its place in the whole.
 struct Shard {
   std::string name;                 ///< Fully qualified, as named_parameters() gives it.
-  at::Tensor value;                 ///< 1-D, `numel` elements.
-  std::vector<std::int64_t> shape;  ///< The shape of the whole parameter; of a tensor-parallel parameter, the shape of this rank's piece.
+  at::Tensor value;                 ///< 1-D, possibly empty.
+  std::vector<std::int64_t> shape;  ///< The shape of the unsharded parameter; of a tensor-parallel one, the shape of this rank's piece.
   std::int64_t offset = 0;          ///< The position of value[0] in the flattened parameter, in elements.
-  std::vector<std::int64_t> global_shape;   ///< The shape of the tensor-parallel whole; otherwise `shape`.
-  std::vector<std::int64_t> global_offset;  ///< Where this rank's piece begins in that whole; otherwise zeros.
+  std::vector<std::int64_t> global_shape;   ///< The shape of the complete tensor-parallel parameter; otherwise `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where this rank's piece begins in that tensor; otherwise zeros.
 };
 
 /// A started all-gather of a unit's parameters.
@@ -53,19 +53,19 @@ class FSDPModule {
   /// Gathers the parameters of this handle's unit. They stay until the unit is used (and are then freed as after any use), until reshard(),
   /// or until the parameters change. Collective; not recursive (as FSDP2's).
   void unshard();
-  /// The same without waiting.
+  /// unshard() without waiting.
   UnshardHandle unshard_async();
   /// Frees the gathered parameters of this handle's unit. Not recursive.
   void reshard();
   /// With false, backward keeps unreduced gradients on each rank instead of reducing them; the next backward with true reduces the sum.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
-  /// On a 2-D mesh, with false, backward reduces gradients over the inner dimension only; the next backward with true reduces what has been
-  /// added up over the outer one.
+  /// On a 2-D mesh, with false, backward reduces gradients over the inner dimension only; the next backward with true reduces their sum
+  /// over the outer one.
   void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
-  /// With false, the end of backward does not wait for the last reductions: they overlap with the next forward. They are waited for by the
-  /// next backward, or by finish_gradient_sync(), which the optimizers of this library call themselves.
+  /// With false, the end of backward does not wait for the last reductions: they overlap with the next forward. The next backward waits for
+  /// them, or finish_gradient_sync(), which the optimizers of this library call themselves.
   void set_is_last_backward(bool is_last_backward);
-  /// Waits for reductions that are still under way. (Megatron-FSDP's finish_grad_sync.)
+  /// Waits for reductions that are still running. (Megatron-FSDP's finish_grad_sync.)
   void finish_gradient_sync();
   /// Sets the number by which the sum of all ranks' gradients is divided, from the next reduction on. 0 stands for the number of ranks (the
   /// default). To divide by a number that is known only after the forward, such as a count of tokens, set 1 and call scale_gradients().
@@ -79,43 +79,43 @@ class FSDPModule {
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
   /// Sets FullyShardOptions::prefetch_depth for all units of the model. Throws Error if negative.
   void set_prefetch_depth(int depth);
-  /// With true, the buffers of the model's collectives come from the process group's own allocator, where its backend has one (NCCL's user
-  /// buffers), from the next time that they are needed. Units share their buffers, so one group's allocator serves all of them. Backends
-  /// without such an allocator, Gloo among them, keep the ordinary one. Call it with the same value on all ranks. (FSDP2's method of this
-  /// name; Megatron-FSDP's nccl_ub.)
+  /// With true, the next allocations of buffers for the model's collectives use the process group's own allocator, if its backend has one
+  /// (NCCL's user buffers). Units share their buffers, so one group's allocator serves all of them. Backends without such an allocator,
+  /// such as Gloo, keep the ordinary one. Call it with the same value on all ranks. (FSDP2's method of this name; Megatron-FSDP's nccl_ub.)
   void set_allocate_memory_from_process_group_for_comm(bool enable);
   /// Sets the units whose all-gathers start when this handle's unit is entered in forward. By default (an empty list) these are the units
-  /// that came next in the last pass. They stay until they are used, or until backward ends. Give the same list on every rank.
+  /// that followed in the previous pass. They stay gathered until they are used, or until backward ends. Pass the same list on every rank.
   void set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules);
-  /// The same for backward.
+  /// Like set_modules_to_forward_prefetch(), for backward.
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
-  /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending gathers, and shards every unit again.
-  /// Reductions that an earlier backward has left under way (set_is_last_backward) end first. After a backward that failed, reduced
-  /// gradients are dropped, too, with a warning if earlier backwards had given some. The next forward after a failed backward does this by
-  /// itself. Call it on all ranks: where reductions are under way, it waits for the other ranks.
+  /// Cleans up after an exception in forward or backward: drops unreduced gradients and pending gathers, and shards every unit again. First
+  /// it waits for running reductions of an earlier backward (set_is_last_backward). After a backward that failed, it also drops reduced
+  /// gradients, with a warning if some were from earlier backwards. The next forward after a failed backward does this by itself. Call it
+  /// on all ranks, because it may wait for the other ranks' reductions.
   void reset();
   /// Frees the reduced gradients and drops unreduced ones (set_requires_gradient_sync): the next backward starts from zero. (The module's
-  /// own zero_grad() does nothing: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a
+  /// own zero_grad() has no effect: gradients are in the shards, and the parameters' grad() stays undefined.) Throws Error inside of a
   /// backward.
   void zero_grad();
 
-  /// This rank's shards of the main parameters, of all units, in main_params_dtype. After writing through them, call
+  /// This rank's shards of the main parameters, of all units, in main_params_dtype. After you write to them, call
   /// `main_parameters_changed()`.
   std::vector<Shard> parameter_shards() const;
-  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. A program that holds a `value` can read
-  /// it after zero_grad(), too; without zero_grad(), the next backward adds to it.
+  /// This rank's shards of the reduced gradients. `value` is undefined if no rank had a gradient. A `value` that a program holds stays
+  /// valid after zero_grad(); without zero_grad(), the next backward adds to it.
   std::vector<Shard> gradient_shards() const;
   /// fsdp::clip_grad_norm of the whole model (fsdp/gradient_norm.h, which has the options). Collective.
   double clip_grad_norm(double max_norm);
-  /// The same with options.
+  /// clip_grad_norm() with options.
   double clip_grad_norm(double max_norm, const ClipGradNormOptions& options);
-  /// Tells the engine that the main parameters were written through their shards. It drops gathered copies and bumps the parameters'
-  /// versions. Collective: if main parameters are replicated (no_shard), ranks get each other's shards.
+  /// Notifies the engine that the program has written to the shards of the main parameters. The engine drops gathered copies and bumps the
+  /// parameters' versions. Collective: if main parameters are replicated (no_shard), ranks exchange their shards.
   void main_parameters_changed();
 
-  /// Whole main parameters by name, in the order of named_parameters(). Collective. They take as much memory as the model, on every rank.
+  /// Unsharded main parameters by name, in the order of named_parameters(). Collective. They take as much memory as the model, on every
+  /// rank.
   std::vector<std::pair<std::string, at::Tensor>> full_parameters() const;
-  /// The same for the gradients.
+  /// Unsharded gradients by name, as full_parameters().
   std::vector<std::pair<std::string, at::Tensor>> full_gradients() const;
 
   /// All units of the model, enclosing ones first: `std::cout << sharded.units()` prints them as a table.
@@ -125,9 +125,9 @@ class FSDPModule {
   std::optional<MixedPrecisionPolicy> mixed_precision() const;
 
   MemoryStats memory_stats() const;  ///< The memory of the whole model on this rank.
-  void reset_peak_memory_stats();    ///< Peaks begin at what is live now.
-  WireStats wire_stats() const;      ///< What the whole model has sent on this rank since the start or the last reset.
-  void reset_wire_stats();           ///< All counts begin at 0 again.
+  void reset_peak_memory_stats();    ///< Sets peaks to the current values.
+  WireStats wire_stats() const;      ///< The communication of the whole model on this rank since the start or the last reset.
+  void reset_wire_stats();           ///< Sets all counts to 0.
 
   // For the library's own use.
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }  ///< The model's engine.
@@ -143,8 +143,8 @@ class FSDPModule {
 /// The handle of a sharded model's root or of a module that is a unit of it. Throws Error for other modules.
 FSDPModule handle(const torch::nn::Module& module);
 
-/// A guard. During its lifetime, backwards of the module keep gradients on each rank instead of reducing them. After that, every unit has
-/// its former setting. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
+/// A guard. During its lifetime, backwards of the module keep gradients on each rank instead of reducing them. The destructor restores each
+/// unit's setting. (DistributedDataParallel's no_sync.) Throws Error if the module is not sharded.
 class NoSync {
  public:
   /// Applies to all units of the module. Throws Error if the module is not sharded.

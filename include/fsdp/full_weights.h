@@ -20,30 +20,29 @@ class WeightStream;
 struct SavedWeights;
 }  // namespace weights
 
-/// Which ranks get whole weights. The others send what they have, and receive nothing.
+/// Which ranks receive unsharded weights. The others send their shards, and receive nothing.
 enum class WeightReceivers : std::uint8_t {
   kAll,
   kFirst,       ///< The first rank of the mesh.
   kOnePerHost,  ///< The first rank of each host.
 };
 
-/// What the receivers of a model's weights have, as bits: this rank's shards in the dtype in which they travelled last. A stream that is
-/// given it (FullWeightsOptions::since) sends what is not the same, and makes it the same. At first it has nothing, so all is sent. All is
-/// sent, too, after a stream that did not come to its end on all ranks: some receivers may then have a part of it.
+/// The weights that the receivers have, bit for bit: this rank's shards in the dtype in which they were last sent. With a snapshot
+/// (FullWeightsOptions::since), full_weights sends only values that differ from it, and updates it. A new snapshot is empty, so everything
+/// is sent. Everything is also sent after a stream that did not reach its end on all ranks, because some receivers may have a part of it.
 ///
-/// It belongs to one plan (TransferPlan::run), or to one kind of stream: tensors of the same names, shapes, dtypes and division, and the
-/// same receivers. It does not keep the
-/// model alive, and may be used for another one of the same kind. Each rank has its own, and all ranks use theirs together. Not
-/// thread-safe.
+/// It belongs to one plan (TransferPlan::run), or to one kind of stream: tensors of the same names, shapes, dtypes and sharding, and the
+/// same receivers. It does not keep the model alive, and may be used for another model of the same kind. Each rank has a snapshot of its
+/// own, and all ranks use theirs together. Not thread-safe.
 class WeightSnapshot {
  public:
-  /// `device`: where the bits are kept; by default, each beside its shard.
+  /// `device`: where the copies are kept; by default, on the device of each shard.
   explicit WeightSnapshot(std::optional<at::Device> device = {});
   ~WeightSnapshot();
   WeightSnapshot(const WeightSnapshot&) = delete;
   WeightSnapshot& operator=(const WeightSnapshot&) = delete;
 
-  /// The bytes that it holds on this rank: as many as its shards have in the dtype that travels.
+  /// The bytes that it holds on this rank: those of the rank's shards in the dtype in which they are sent.
   std::int64_t nbytes() const;
 
   /// For the library's own use.
@@ -54,7 +53,7 @@ class WeightSnapshot {
   std::unique_ptr<weights::SavedWeights> saved_;
 };
 
-/// An adapter of low rank (LoRA): scale * up down, a product of two thin matrices beside a weight.
+/// An adapter of low rank (LoRA): scale * up down, a product of two thin matrices that is added to a weight.
 struct WeightAdapter {
   std::string weight;       ///< The name of the matrix to which it is added: [rows, columns].
   std::string up;           ///< The name of B: [rows, rank].
@@ -63,62 +62,61 @@ struct WeightAdapter {
   bool transposed = false;  ///< The weight is the transpose of the product: [columns, rows].
 };
 
-/// What full_weights gives, and to whom.
+/// Options of full_weights.
 struct FullWeightsOptions {
-  /// The most bytes of a bucket, in the dtype that travels. A tensor that is larger has a bucket of its own.
+  /// The most bytes of a bucket, in the dtype in which tensors are sent. A tensor that is larger has a bucket of its own.
   std::int64_t bucket_bytes = std::int64_t{128} << 20;
   /// Floating-point tensors are converted to this dtype before they are sent. By default they keep that of the main parameters.
   std::optional<at::ScalarType> dtype = {};
-  /// Only these; by default all parameters and buffers.
+  /// The names of the tensors to send; by default all parameters and buffers.
   std::optional<std::vector<std::string>> names = {};
   WeightReceivers ranks = WeightReceivers::kAll;  ///< The ranks that receive.
-  /// Returns the receiver's name for one of the model's; by default they are the same. Two that come must not have one name.
+  /// Returns the receiver's name of one of the model's tensors; by default they are the same. Two tensors must not get one name.
   std::function<std::string(const std::string& name)> rename = {};
-  /// These are merged on the way: a weight comes as weight + scale * up down, of all its adapters, and their matrices do not come. The
-  /// model stays as it is. Each rank adds its own part, from whole adapters; sums are computed in fp32 (fp64, if one of the tensors has it)
-  /// and rounded once, to the dtype that travels.
+  /// Adapters to merge: receivers get weight + scale * up down, with all adapters of the weight, instead of the weight and the adapters'
+  /// matrices. The model does not change. Each rank merges its own part, with unsharded adapters. Sums are computed in fp32 (fp64, if one
+  /// of the tensors has it) and rounded once, to the dtype in which the weight is sent.
   std::vector<WeightAdapter> merge_adapters = {};
-  /// Only what is not as it is there comes, as a change of single elements (WeightBucket::changes) where that has fewer bytes, and whole
-  /// where not. The snapshot then has what has come.
+  /// Sends only values that differ from this snapshot: as changes of single elements (WeightBucket::changes) if these have fewer bytes,
+  /// otherwise the complete tensor. The snapshot is updated.
   std::shared_ptr<WeightSnapshot> since = {};
 };
 
 /// New values for some elements of a tensor.
 struct WeightChange {
-  std::string name;                 ///< The tensor's, as in WeightBucket::weights.
-  std::vector<std::int64_t> shape;  ///< Of the whole tensor.
-  /// The elements' places in the flattened tensor, each once: 1-D, int32, or int64 for tensors of 2^31 elements and more.
+  std::string name;                 ///< The name of the tensor, as in WeightBucket::weights.
+  std::vector<std::int64_t> shape;  ///< The shape of the unsharded tensor.
+  /// The positions of the elements in the flattened tensor, each once: 1-D, int32, or int64 for tensors of 2^31 elements and more.
   at::Tensor positions;
-  at::Tensor values;  ///< As many, 1-D.
+  at::Tensor values;  ///< The new values: 1-D, as many as positions.
 };
 
-/// Whole tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. All is empty on
-/// ranks that do not receive. The memory is the next bucket's when that is asked for, and using the tensors then is an error: clone what is
-/// to be kept.
+/// Unsharded tensors with their names: views of one buffer, in the order of the model's parameters and then its buffers. All fields are
+/// empty on ranks that do not receive. The next bucket reuses the memory, and using the tensors then is an error: clone them to keep them.
 struct WeightBucket {
-  std::vector<std::pair<std::string, at::Tensor>> weights;  ///< Names with whole tensors.
-  std::vector<WeightChange> changes;                        ///< Of other tensors, with FullWeightsOptions::since.
+  std::vector<std::pair<std::string, at::Tensor>> weights;  ///< Names with unsharded tensors.
+  std::vector<WeightChange> changes;                        ///< Changes of other tensors, with FullWeightsOptions::since.
   at::Tensor flat;                                          ///< The buffer: 1-D, bytes. Each tensor begins at a multiple of 64 bytes.
 };
 
-/// A range of buckets, to be gone through once:
+/// A range of buckets, for one pass:
 ///
 /// for (const auto& bucket : fsdp::full_weights(*model, {.dtype = torch::kBFloat16})) {
 ///   for (const auto& [name, weight] : bucket.weights) send(name, weight);
 /// }
 ///
-/// While a program has one bucket, the next one is gathered. Memory for two buckets is counted as gathered parameters.
+/// While a program uses one bucket, the next one is gathered. Memory for two buckets is counted as gathered parameters.
 ///
-/// All ranks take all buckets, or stop. A rank may stop at any time, by destroying the range or by close(): it waits until the others have
-/// come to their next bucket, which is then an Error for those that go on, and training can continue. The range must have ended before the
-/// model is used again: a forward, a backward or an optimizer's step ends one that was left open, and is an Error.
+/// All ranks iterate over all buckets, or stop. A rank may stop at any time, by destroying the range or by close(). It then waits until the
+/// other ranks ask for their next bucket, which throws Error there, and training can continue. End the range before you use the model
+/// again: a forward, a backward or an optimizer's step ends an open range, and throws Error.
 class FullWeights {
  public:
-  /// An input iterator: a bucket lasts until the next one is asked for.
+  /// An input iterator: a bucket is valid until the iterator is incremented.
   class iterator {
    public:
-    using iterator_category = std::input_iterator_tag;  ///< It can be gone through once.
-    using value_type = WeightBucket;                    ///< What it gives.
+    using iterator_category = std::input_iterator_tag;  ///< For one pass.
+    using value_type = WeightBucket;                    ///< The type of its elements.
     using difference_type = std::ptrdiff_t;             ///< As std::iterator_traits asks.
     using pointer = const WeightBucket*;                ///< See operator->().
     using reference = const WeightBucket&;              ///< See operator*().
@@ -126,15 +124,15 @@ class FullWeights {
     iterator() = default;
     /// For the library's own use: takes the first bucket.
     explicit iterator(FullWeights* range) : range_(range) { ++*this; }
-    /// The bucket that this rank has now.
+    /// The current bucket of this rank.
     reference operator*() const { return *range_->bucket_; }
-    /// The same.
+    /// A pointer to the current bucket.
     pointer operator->() const { return &*range_->bucket_; }
-    /// Collective. Throws Error if another rank has stopped, and CommError.
+    /// Advances to the next bucket. Collective. Throws Error if another rank has stopped, and CommError.
     iterator& operator++();
-    /// The same.
+    /// Advances to the next bucket, as operator++().
     void operator++(int) { ++*this; }
-    /// True when all buckets have been taken.
+    /// True after the last bucket.
     bool operator==(std::default_sentinel_t) const { return range_ == nullptr; }
 
    private:
@@ -143,20 +141,20 @@ class FullWeights {
 
   /// For the library's own use.
   explicit FullWeights(std::unique_ptr<weights::WeightStream> stream);
-  /// As close().
+  /// Calls close().
   ~FullWeights();
-  /// The range that is left has ended.
+  /// Moves the range; the other object has then ended.
   FullWeights(FullWeights&&) noexcept;
 
-  /// Takes the first bucket. Collective; call it once.
+  /// Gathers the first bucket. Collective; call it once.
   iterator begin() { return iterator(this); }
-  /// Compares equal to an iterator when all buckets have been taken.
+  /// Compares equal to an iterator after the last bucket.
   std::default_sentinel_t end() const { return {}; }
-  /// Ends the range before its end. Collective, as said above.
+  /// Stops before the last bucket. Collective, as described above.
   void close();
   /// The number of buckets.
   std::size_t size() const;
-  /// The part of all elements that differ from FullWeightsOptions::since, from 0 to 1. It is 1 without it, and where all is sent.
+  /// The fraction of all elements that differ from FullWeightsOptions::since. It is 1 without a snapshot, and if everything is sent.
   double changed_fraction() const;
 
  private:
@@ -164,10 +162,10 @@ class FullWeights {
   std::optional<WeightBucket> bucket_;
 };
 
-/// Gives the whole main parameters and buffers of a sharded model, bucket by bucket. `module`: the root, or a unit, of which the whole
-/// model is given. Tensor-parallel parameters are whole, too. Collective, also over the ranks that have their pieces. Main parameters are
-/// read, and nothing is changed: between steps, and between microbatches. Throws Error on every rank if names are unknown, if adapters do
-/// not fit their weights, or these are tensor-parallel, if the ranks ask for different things, and inside of a backward.
+/// Returns the unsharded main parameters and buffers of a sharded model, in buckets. `module`: the root, or any unit of the model.
+/// Tensor-parallel parameters are complete, too. Collective, also over the ranks that have their pieces. Call it between steps, or between
+/// microbatches: it reads main parameters, and changes nothing. Throws Error on every rank if names are unknown, if adapters do not fit
+/// their weights, or if these are tensor-parallel, if the options differ between ranks, and inside of a backward.
 FullWeights full_weights(torch::nn::Module& module, FullWeightsOptions options = {});
 
 }  // namespace fsdp

@@ -50,9 +50,9 @@ UnitPredicate each() {
   };
 }
 
-/// Where the shards' first values come from.
+/// Where the initial values of the shards come from.
 enum class InitialValues : std::uint8_t {
-  kOwn,        ///< From each rank's own parameters: all ranks must have initialised alike (the same seed).
+  kOwn,        ///< From each rank's own parameters, which must be the same on all ranks (the same seed).
   kFromRank0,  ///< From the first rank of each unit's mesh, which sends the others their shards, unit by unit, and its buffers. The values
                ///< of the other ranks are ignored.
   kZero,       ///< Shards are zero, and what deferred_init recorded for them does not run. Load a checkpoint before you use them; nothing
@@ -70,8 +70,8 @@ struct UnitSettings {
   std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default, the value in FullyShardOptions.
 };
 
-/// Describes a parameter that is one piece of a larger whole (tensor parallelism). The whole consists of the pieces of the ranks of `mesh`,
-/// in their order, along `dim`. The sizes of the pieces along it may differ.
+/// Describes a parameter that is one piece of a larger tensor (tensor parallelism). The complete tensor consists of the pieces of the ranks
+/// of `mesh`, in the order of the ranks, along `dim`. The sizes of the pieces along `dim` may differ.
 struct TensorParallel {
   DeviceMesh mesh;       ///< One dimension; the same for all parameters of a model.
   std::int64_t dim = 0;  ///< The dimension of the parameter along which it is divided.
@@ -87,8 +87,8 @@ struct FullyShardOptions {
   /// Groups of modules, by name. Each group is one unit, so using one of its modules gathers all. (FSDP2's fully_shard of a list.)
   /// unit_settings is called with the first module of a group.
   std::vector<std::vector<std::string>> unit_groups = {};
-  /// Parameters that are not sharded. They stay ordinary tensors, whole on every rank, and the caller synchronizes their gradients and
-  /// updates them.
+  /// Parameters that are not sharded. They stay ordinary tensors on every rank, and the caller synchronizes their gradients and updates
+  /// them.
   std::function<bool(const std::string& name, const at::Tensor& parameter)> ignore = {};
   /// What is sharded: parameters, gradients, optimizer state.
   Placements placements = Placements::optim_grads_params();
@@ -96,56 +96,56 @@ struct FullyShardOptions {
   /// (HFSDP): main parameters and optimizer state, which are then sharded over both dimensions, while parameters and gradients are sharded
   /// over the inner one. optim needs optim_grads_params as `placements`.
   Placements outer_placements = Placements::no_shard();
-  /// Where the parameters' first values come from.
+  /// Where the initial values of the parameters come from.
   InitialValues initial_values = InitialValues::kOwn;
   /// With kOwn: compares the ranks' parameters by a checksum of each, before they are sharded. If they differ, every rank throws an Error
   /// that names the first unit, its first parameter, and two ranks. The module can't be used then. Without it, ranks compare 64 elements of
   /// each parameter, and warn after the first backward if they differed and the program has not written other values since.
   bool check_initial_values = false;
-  /// True frees a unit's parameters when forward has moved on, and gathers them again in backward. False keeps them in between.
+  /// True frees a unit's parameters when forward has moved on, and gathers them again in backward. False keeps them gathered in between.
   bool reshard_after_forward = true;
-  /// With reshard_after_forward: the number of neighbouring ranks (of one machine, for example) that keep a copy of each unit between them
-  /// after forward, from which backward gathers. It must divide the size of the sharding dimension. 0 keeps no copy. (FSDP2's
-  /// reshard_after_forward=k.)
+  /// With reshard_after_forward: the size of the post-forward mesh. After forward, a copy of each unit stays sharded over so many
+  /// neighbouring ranks (those of one machine, for example), and backward gathers from it. It must divide the size of the sharding
+  /// dimension. 0 keeps no copy. (FSDP2's reshard_after_forward=k.)
   std::int64_t reshard_after_forward_size = 0;
   /// With reshard_after_forward: a budget in bytes for parameters that stay gathered between forward and backward nevertheless. The units
   /// that forward used first are kept.
   std::int64_t keep_gathered_bytes = 0;
   /// How many units ahead all-gathers are started; 0 turns read-ahead off.
   int prefetch_depth = 1;
-  /// How much memory of its device each rank may use. What the other options leave open is then chosen from a plan (fsdp/plan.h), so that
-  /// the peak of every step stays within it: which units stay gathered between forward and backward (those that save most communication),
-  /// and, only if nothing else fits, which units recompute, a smaller prefetch_depth, and offload of the optimizer state, in this order.
-  /// All ranks choose alike. fully_shard throws Error on every rank if nothing fits; the error says by how much, and which option would
-  /// help. Not together with keep_gathered_bytes. explain() says what was chosen.
+  /// How much memory of its device each rank may use. fully_shard then chooses the following from a plan (fsdp/plan.h), so that the peak of
+  /// every step stays within the budget: which units stay gathered between forward and backward (those that save most communication), and,
+  /// only if nothing else fits, which units recompute, a smaller prefetch_depth, and offload of the optimizer state, in this order. All
+  /// ranks choose the same. fully_shard throws Error on every rank if nothing fits; the error names the missing bytes, and an option that
+  /// would help. It is an Error together with keep_gathered_bytes. explain() returns what was chosen.
   std::optional<MemoryBudget> memory_budget = {};
   /// Where each parameter may be cut; by default anywhere (element).
   std::function<Granularity(const std::string& name, const at::Tensor& parameter)> granularity = {};
-  /// Dtypes of parameters and gradients. Without a policy, everything has the parameters' own dtypes.
+  /// Dtypes of parameters and gradients. Without a policy, all have the parameters' own dtypes.
   std::optional<MixedPrecisionPolicy> mixed_precision = {};
-  /// Which parameters are pieces of tensor-parallel wholes. The pieces are sharded like other parameters. Checkpoints contain the wholes,
-  /// and norms count all pieces. Parameters for which it returns nothing must be the same on all ranks of that mesh. With this option,
-  /// save, load, norms and loss scaling are collective over both meshes.
+  /// Which parameters are pieces of tensor-parallel parameters. The pieces are sharded like other parameters. Checkpoints contain the
+  /// complete tensors, and norms count all pieces. Parameters for which it returns nothing must be the same on all ranks of that mesh. With
+  /// this option, save, load, norms and loss scaling are collective over both meshes.
   std::function<std::optional<TensorParallel>(const std::string& name, const at::Tensor& parameter)> tensor_parallel = {};
   /// The format in which each parameter is all-gathered; null stands for its compute dtype. Share one format between parameters.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
   /// What is kept in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
   Offload offload = Offload::kNone;
-  /// Settings of single units, by name ("" for the root) and module. Give the same on every rank, except that meshes may have other ranks.
+  /// Settings of single units, by name ("" for the root) and module. They must be the same on every rank, except for the ranks of meshes.
   std::function<UnitSettings(const std::string& name, const torch::nn::Module& module)> unit_settings = {};
   /// True looks for NaN in every parameter's gradient, before and after its reduction. If there is one, all ranks throw an Error at the end
-  /// of backward that names parameter, unit and ranks. This reads all gradients twice more; docs/use/tuning.md says what that costs.
+  /// of backward that names parameter, unit and ranks. This reads all gradients twice more; docs/use/tuning.md has the cost.
   /// (Megatron-FSDP's option.)
   bool report_nan_in_param_grad = false;
-  /// True gives reductions a process group of their own, so that they and all-gathers do not wait for each other.
+  /// True makes a separate process group for reductions, so that they and all-gathers do not wait for each other.
   bool separate_reduce_group = false;
 };
 
 /// Shards the parameters of `module`, in place, over the ranks of `options.mesh`. Any torch::nn module works unchanged. From now on, its
-/// parameters hold no memory until an operator uses them. Each rank keeps a slice of its own values, so all ranks must have initialised
-/// alike (with the same seed), unless InitialValues says otherwise. Call it once, on the root.
+/// parameters hold no memory until an operator uses them. Each rank keeps a shard of its own values, so the values must be the same on all
+/// ranks (use the same seed), unless InitialValues takes them from elsewhere. Call it once, on the root.
 ///
-/// Parameters that deferred_init made are computed one after the other. Of each, only this rank's slice is kept. Buffers that it made
+/// Deferred parameters (deferred_init) are computed one after the other, and only this rank's shard of each is kept. Deferred buffers
 /// become ordinary tensors on the mesh's device.
 ///
 /// A parameter that several modules share belongs to the closest common ancestor of the units that reach it.
@@ -155,7 +155,7 @@ struct FullyShardOptions {
 /// rank, too, if a value of a deferred parameter can't be computed; the module can't be used then.
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options = {});
 
-/// Undoes fully_shard: every parameter is an ordinary tensor with the whole value again. Collective.
+/// Undoes fully_shard: every parameter is an ordinary, unsharded tensor again. Collective.
 void fully_unshard(torch::nn::Module& module);
 
 }  // namespace fsdp

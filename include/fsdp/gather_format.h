@@ -13,19 +13,19 @@ namespace fsdp {
 struct GatherFormat {
   /// Elements per block; at least 1.
   std::int64_t block = 1;
-  /// Bytes per block on the wire.
+  /// Bytes per block as it is sent.
   std::int64_t block_bytes = 0;
   /// Writes `wire` (2-D, uint8, [pieces, bytes]) from `main` (2-D, the main parameters' dtype, [pieces, elements]; a view). Each row is one
-  /// piece, which is a whole number of blocks and converted separately. Both are contiguous.
+  /// piece, which consists of complete blocks and is converted separately. Both are contiguous.
   std::function<void(const at::Tensor& main, const at::Tensor& wire)> pre_all_gather;
   /// Writes `whole` (2-D, the compute dtype, [pieces, elements]) from `wire` (2-D, uint8, [pieces, bytes]).
   std::function<void(const at::Tensor& wire, const at::Tensor& whole)> post_all_gather;
 };
 
 /// Eight bits per element: float8_e4m3fn with one power-of-two scale (e8m0, one byte) per block of elements, chosen so that the block's
-/// largest magnitude does not overflow. (OCP Microscaling Formats, 2023: MXFP8, whose block is 32.) A block of 32 travels in 33 bytes
-/// instead of bf16's 64, one of 128 in 129 instead of 256. NaN and infinities arrive as NaN. Throws Error unless block is a positive
-/// multiple of 16.
+/// largest magnitude does not overflow. (OCP Microscaling Formats, 2023: MXFP8, whose block is 32.) A block of 32 is sent as 33 bytes
+/// instead of bf16's 64, one of 128 as 129 instead of 256. NaN and infinities become NaN. Throws Error unless block is a positive multiple
+/// of 16.
 GatherFormat float8_blocks(std::int64_t block = 32);
 
 }  // namespace fsdp

@@ -17,10 +17,10 @@ struct GradScalerOptions {
   double growth_factor = 2;  ///< The scale is multiplied by it after `growth_interval` steps in a row without an infinite or NaN gradient.
   double backoff_factor = 0.5;          ///< The scale is multiplied by it after a step with an infinite or NaN gradient.
   std::int64_t growth_interval = 2000;  ///< In steps.
-  bool enabled = true;                  ///< False makes every call do only what it would do without a scaler.
+  bool enabled = true;                  ///< False: all calls work as without a scaler.
 };
 
-/// The state of a GradScaler, which a checkpoint keeps.
+/// The state of a GradScaler in a checkpoint.
 struct GradScalerState {
   double scale = 0;                  ///< The current scale.
   double growth_factor = 0;          ///< As in the options.
@@ -36,7 +36,7 @@ struct GradScalerState {
 ///
 ///     fsdp::GradScaler scaler;
 ///     scaler.scale(loss).backward();
-///     scaler.unscale_(*model);  // only if gradients are looked at, or clipped, before the step
+///     scaler.unscale_(*model);  // only if gradients are read, or clipped, before the step
 ///     fsdp::clip_grad_norm(*model, 1.0);
 ///     scaler.step(optimizer);
 ///     scaler.update();
@@ -47,10 +47,10 @@ class GradScaler {
   /// (0, 1), an interval below 1).
   explicit GradScaler(GradScalerOptions options = {});
 
-  /// The loss times the scale.
+  /// Returns the loss times the scale.
   at::Tensor scale(const at::Tensor& loss) const;
-  /// Divides the module's gradients by the scale. If one is infinite or NaN on any rank, all of them stay as they are. step() calls this if
-  /// it was not called before. Collective: one exchange of a byte. Throws Error if it was called since the last update().
+  /// Divides the module's gradients by the scale. If one is infinite or NaN on any rank, gradients stay as they are on all ranks. step()
+  /// calls this if it was not called before. Collective: one exchange of a byte. Throws Error if it was called since the last update().
   void unscale_(torch::nn::Module& module);
   /// Calls optimizer.step(), unless a gradient was infinite or NaN on any rank. In that case parameters, optimizer state and gradients stay
   /// as they are. Returns whether it stepped, which is the same on every rank. Collective like unscale_(), if that has not been called.

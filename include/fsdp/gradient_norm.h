@@ -22,18 +22,17 @@ struct ClipGradNormOptions {
 /// if max_norm or norm_type is not positive.
 double clip_grad_norm(torch::nn::Module& module, double max_norm, ClipGradNormOptions options = {});
 
-/// The same, and the norm stays on the module's device, as a tensor of fp64 without dimensions: the host waits for nothing, so that a step
-/// that is captured as a graph can clip. (It waits for the norm of offloaded gradients, and where `error_if_nonfinite` is set: in a
-/// capture, both are an Error.)
+/// Like clip_grad_norm(), but returns the norm as a 0-dimensional fp64 tensor on the module's device. The host does not wait, so a captured
+/// step can clip. (The host waits for the norm of offloaded gradients, and with `error_if_nonfinite`. In a capture, both are an Error.)
 at::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, ClipGradNormOptions options = {});
 
 /// The p-norm of each parameter's gradient by name, in the order of named_parameters(), the same on every rank. Parameters without a
 /// gradient are left out. Collective: one exchange of 8 bytes per parameter. Throws Error if norm_type is not positive.
 std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& module, double norm_type = 2);
 
-/// The p-norm of each main parameter by name, in the order of named_parameters(), also of frozen ones. The norms are of whole parameters,
-/// even if ranks hold tensor-parallel pieces of them, and are the same on every rank and for every strategy. Collective, as gradient_norms.
-/// Throws Error if norm_type is not positive.
+/// The p-norm of each main parameter by name, in the order of named_parameters(), also of frozen ones. The norms are of complete
+/// parameters, even if ranks hold tensor-parallel pieces of them, and are the same on every rank and for every strategy. Collective, as
+/// gradient_norms. Throws Error if norm_type is not positive.
 std::vector<std::pair<std::string, double>> parameter_norms(torch::nn::Module& module, double norm_type = 2);
 
 }  // namespace fsdp

@@ -6,24 +6,24 @@ namespace fsdp {
 
 /// Options of launch_local().
 struct LaunchOptions {
-  /// Whether each line that a rank writes to stdout or stderr begins with the rank's number, as in "[1] loss 2.5". Their streams are then
-  /// pipes and not the terminal, from which this process passes on whole lines. Another launcher's ranks are not concerned.
+  /// Whether each line that a rank writes to stdout or stderr begins with the rank's number, as in "[1] loss 2.5". The ranks then write to
+  /// pipes instead of the terminal, and this process prints complete lines. It has no effect on the ranks of another launcher.
   bool prefix_output = false;
 };
 
 /// Starts `nproc` ranks of `fn` on this machine, waits for them, and returns 0 if all returned 0 without an exception. If a rank fails,
 /// this prints its rank and message (exception text, exit code or signal) to stderr, ends the other ranks, and returns 1 (or the failing
-/// rank's exit code if it is not 0 or 1). A message that several ranks have is printed once. Ranks that failed only because of a peer are
-/// not printed, unless that peer has returned 0: this says so then. A rank also fails if it calls exit() before `fn` has returned, with
-/// whatever code, or if it returns less than 0 or more than 255. If a rank can't be started, this prints why, ends those that were, and
-/// returns 1.
+/// rank's exit code if it is not 0 or 1). If several ranks have the same message, it is printed once. Ranks that failed only because of
+/// another rank are not printed, unless that rank has returned 0, which is then printed. A rank also fails if it calls exit() before `fn`
+/// has returned, with any code, or if it returns less than 0 or more than 255. If a rank can't be started, this prints the reason, ends the
+/// ranks that were started, and returns 1.
 ///
 /// Each rank is a process with RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set. OMP_NUM_THREADS is set to cores / nproc (at least 1),
 /// unless it is set already. If this process is itself a rank (of torchrun, mpirun, srun), it calls `fn` and ignores `nproc`.
 ///
 /// SIGINT and SIGTERM to this process are passed on to the ranks, each once. A program may handle them in the ranks (stop_requested()
-/// does), save, and return 0. Ranks that do not handle them end by them, and then this process does so, too. A SIGINT that comes two
-/// seconds after the first one, or later, ends it at once, and the ranks with it.
+/// does), save, and return 0. Otherwise they end the ranks, and then this process. A second SIGINT two seconds or more after the first one
+/// ends this process and the ranks at once.
 ///
 /// Ranks are forked. Call it before the first tensor operation: once torch has started threads, their locks would stay locked in the ranks,
 /// so this prints an error and returns 1.

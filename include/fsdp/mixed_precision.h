@@ -14,7 +14,7 @@ struct MixedPrecisionPolicy {
   /// parameter keeps its own dtype. Inputs must have this dtype, too; fsdp::forward converts them.
   std::optional<at::ScalarType> param_dtype = {};
   /// The dtype of the main parameters, which the optimizer updates, and of its state. Without a value, it is the parameter's own. Frozen
-  /// parameters always keep their own, because they are stored once.
+  /// parameters always keep their own dtype, because they are stored once.
   std::optional<at::ScalarType> main_params_dtype = at::kFloat;
   /// The dtype of the main gradients, in which the gradients of several backwards are added up. By default main_params_dtype.
   std::optional<at::ScalarType> main_grads_dtype = {};

@@ -29,7 +29,7 @@ struct ParamGroup {
 };
 
 /// An optimizer on this rank's shards of a module that fully_shard has sharded. Sharding never changes an update. AdamW and SGD are
-/// elementwise, and the same gradients give the same bits as torch's own optimizer on the whole parameters. Muon and AdamW8bit are not
+/// elementwise, and the same gradients give the same bits as torch's own optimizer on the unsharded parameters. Muon and AdamW8bit are not
 /// elementwise, and require shards that do not cut a matrix or a block. Parameters without a gradient are skipped, as torch does.
 class Optimizer {
  public:
@@ -37,25 +37,25 @@ class Optimizer {
   Optimizer(Optimizer&&) noexcept;  ///< Moves; the other one can only be destroyed.
   Optimizer& operator=(Optimizer&&) noexcept;
 
-  /// Updates the main parameters from the reduced gradients. The engine then drops outdated gathered copies and bumps the parameters'
-  /// versions (so backward through an older graph raises torch's in-place error).
+  /// Updates the main parameters from the reduced gradients. The engine then drops stale gathered copies and bumps the parameters' versions
+  /// (so backward through an older graph raises torch's in-place error).
   void step();
   /// Drops the gradients.
   void zero_grad();
   /// Multiplies every group's base learning rate (as given at construction, or to set_lr) by a factor, such as a schedule's, from the next
   /// step on.
   void set_lr_factor(double factor);
-  /// The same for one group alone, until the next set_lr_factor(factor). Groups are numbered from 0 as they were given; those of a
-  /// WrappedOptimizer are torch's param_groups(). Throws Error if there is no such group.
+  /// Sets the factor of one group, until the next set_lr_factor(factor). Groups are numbered from 0 in the order in which they were passed;
+  /// those of a WrappedOptimizer are torch's param_groups(). Throws Error if there is no such group.
   void set_lr_factor(std::size_t group, double factor);
   /// Sets the base learning rate of the parameters that no ParamGroup matches (of a WrappedOptimizer's first group; of Muon's matrices)
   /// from the next step on. Throws Error if negative.
   void set_lr(double lr);
-  /// The same for one group.
+  /// Sets the base learning rate of one group.
   void set_lr(std::size_t group, double lr);
-  /// The current learning rate, with its factor, of the parameters that set_lr(lr) is for.
+  /// The current learning rate, with its factor, of the parameters that set_lr(lr) applies to.
   double lr() const;
-  /// The same for one group.
+  /// The current learning rate of one group, with its factor.
   double lr(std::size_t group) const;
 
   const std::shared_ptr<engine::Engine>& engine() const;  ///< The engine of its module. For the library's own use.
@@ -66,7 +66,7 @@ class Optimizer {
 
  protected:
   explicit Optimizer(std::unique_ptr<State> state);  ///< For the optimizers of this library.
-  std::unique_ptr<State> state_;                     ///< Its parameters and what it keeps for them.
+  std::unique_ptr<State> state_;                     ///< The parameters and their optimizer state.
 };
 
 /// Defaults are torch.optim.AdamW's.
@@ -96,14 +96,14 @@ struct SGDOptions {
 /// Stochastic gradient descent with momentum through ATen's fused kernel.
 class SGD : public Optimizer {
  public:
-  /// Takes and throws the same as AdamW's constructor.
+  /// Has the parameters and the errors of AdamW's constructor.
   SGD(torch::nn::Module& module, SGDOptions options, std::vector<ParamGroup> groups = {});
 };
 
 /// Makes a torch optimizer over this rank's shards of the parameters that are trained, in the order of named_parameters(); frozen and
 /// ignored parameters have none.
 using TorchOptimizerFactory = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters)>;
-/// The same; names[i] is the fully qualified name of parameters[i].
+/// A TorchOptimizerFactory that also takes names; names[i] is the fully qualified name of parameters[i].
 using NamedTorchOptimizerFactory =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor> parameters, std::vector<std::string> names)>;
 
@@ -124,9 +124,9 @@ class WrappedOptimizer : public Optimizer {
   struct Wrapped;
 };
 
-/// A WrappedOptimizer of what `factory` makes for this rank's shards. Throws Error if the module is not sharded.
+/// Returns a WrappedOptimizer of the optimizer that `factory` makes for this rank's shards. Throws Error if the module is not sharded.
 WrappedOptimizer wrap(torch::nn::Module& module, const TorchOptimizerFactory& factory);
-/// The same with a factory that takes names, for groups of parameters: `[](auto shards, auto names) { ... }`.
+/// wrap() with a factory that takes names, for groups of parameters: `[](auto shards, auto names) { ... }`.
 WrappedOptimizer wrap(torch::nn::Module& module, const NamedTorchOptimizerFactory& factory);
 
 }  // namespace fsdp

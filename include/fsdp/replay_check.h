@@ -10,9 +10,9 @@
 
 namespace fsdp {
 
-/// Finds data that a machine has corrupted without saying so: bits that have flipped in parameters, in gradients, or in messages, and ranks
-/// that compute wrongly. Every `every`-th microbatch is checked: each rank computes the microbatch of its neighbour once more, and the
-/// ranks compare digests of what they have seen, per unit.
+/// Finds silent data corruption: bits that have flipped in parameters, in gradients, or in messages, and ranks that compute wrongly. Every
+/// `every`-th microbatch is checked: each rank computes the microbatch of its neighbour once more, and the ranks compare digests of their
+/// data, per unit.
 ///
 ///     fsdp::ReplayCheck check(*model, 100);
 ///     check.run([&](const std::vector<at::Tensor>& batch) { loss_of(model, batch).backward(); }, {input, target});
@@ -20,31 +20,31 @@ namespace fsdp {
 ///     check.remember_parameters();
 ///
 /// The computation must be deterministic: the same batch, parameters, buffers and states of torch's generators give the same bits on each
-/// rank. Ranks have the same hardware, and as many threads.
+/// rank. Ranks need the same hardware, and the same number of threads.
 class ReplayCheck {
  public:
   /// Forward and backward of one microbatch, and nothing else: no step of an optimizer, no zero_grad().
   using Microbatch = std::function<void(const std::vector<at::Tensor>& batch)>;
 
-  /// `module` is sharded, and must live longer. Throws Error if it is not, or if `every` is not positive.
+  /// `module` must outlive this object. Throws Error if it is not sharded, or if `every` is not positive.
   ReplayCheck(const torch::nn::Module& module, std::int64_t every);
   ~ReplayCheck();
   ReplayCheck(const ReplayCheck&) = delete;
   ReplayCheck& operator=(const ReplayCheck&) = delete;
 
-  /// Runs `microbatch` on `batch`. If it is to be checked, runs it on a copy of `batch`, and then on that of another rank, whose gradients
-  /// are dropped. Afterwards gradients, buffers and generators are as after this rank's microbatch alone.
+  /// Runs `microbatch` on `batch`. In a check, runs it on a copy of `batch`, and then on the batch of another rank, and drops the gradients
+  /// of the latter. Afterwards gradients, buffers and generators are the same as after this rank's microbatch alone.
   ///
-  /// Call it on all ranks alike, between steps. Collective if it checks. Throws Error on every rank if data differ: the message names the
-  /// unit, what has changed, the ranks, and who is right, if this can be decided. Gradients are those of the microbatch then, and not to be
-  /// trusted; buffers and generators are as before.
+  /// Call it on all ranks, between steps. Collective if it checks. Throws Error on every rank if data differ: the message names the unit,
+  /// the data that differ, the ranks, and, if this can be decided, the rank that is right. Gradients are then those of the microbatch, and
+  /// may be wrong; buffers and generators are as before.
   void run(const Microbatch& microbatch, const std::vector<at::Tensor>& batch);
 
-  /// Call it after an update, when nothing else will write the parameters before the next run(). If that one checks, it finds out whether
-  /// the memory of the main parameters has changed in between. Otherwise this does nothing.
+  /// Call it after an update, if nothing else writes the parameters before the next run(). If the next run() checks, it compares the memory
+  /// of the main parameters with that of now. Otherwise this has no effect.
   void remember_parameters();
 
-  /// How many microbatches have been checked.
+  /// The number of microbatches that have been checked.
   std::int64_t checked() const { return checked_; }
 
  private:

@@ -18,9 +18,9 @@
 #include "fsdp/grad_scaler.h"
 #include "fsdp/optim.h"
 
-// Sharded checkpoints in the format of torch.distributed.checkpoint (DCP). Python reads what C++ wrote, and the reverse, on any number of
-// ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", and the optimizer's state is under
-// "optim" as get_optimizer_state_dict arranges it. The program's own values are under "extra".
+// Sharded checkpoints in the format of torch.distributed.checkpoint (DCP). Python reads checkpoints of C++, and the reverse, on any number
+// of ranks, with any placements, units, granularity and dtypes. Parameters and buffers are under "model", and the optimizer's state is
+// under "optim" as get_optimizer_state_dict arranges it. The program's own values are under "extra".
 namespace fsdp {
 
 struct ExtraBytes;
@@ -42,7 +42,7 @@ struct ExtraList {
 struct ExtraDict {
   std::map<std::string, ExtraValue> items;  ///< By key.
 };
-/// Values of the program by name, such as the step or the position in the data. Rank 0's are saved, and every rank gets them.
+/// Values of the program by name, such as the step or the position in the data. Rank 0's values are saved, and every rank loads them.
 using ExtraState = std::map<std::string, ExtraValue>;
 
 namespace detail {
@@ -50,9 +50,9 @@ const ExtraValue& extra_named(const ExtraState& extra, const std::string& name);
 [[noreturn]] void refuse_extra(const std::string& name, std::size_t found, std::size_t wanted);
 }  // namespace detail
 
-/// The value of this name: `get_extra<std::int64_t>(loaded->rank_extra, "position")`. "scheduler.last_epoch" is a value of the dictionary
-/// "scheduler", unless it is a name itself. A whole number is also a double. Throws Error, with the names that are there, if there is none,
-/// and if the value is of another type.
+/// Returns the value of this name: `get_extra<std::int64_t>(loaded->rank_extra, "position")`. "scheduler.last_epoch" is a value of the
+/// dictionary "scheduler", unless it is a name itself. An integer can be read as a double. Throws Error, with the existing names, if the
+/// name does not exist, and if the value is of another type.
 template <typename T>
 T get_extra(const ExtraState& extra, const std::string& name) {
   static_assert(std::is_constructible_v<ExtraValue, std::in_place_type_t<T>>,
@@ -67,18 +67,18 @@ T get_extra(const ExtraState& extra, const std::string& name) {
 
 /// The phases of a save or a load, in their order.
 enum class Phase : std::uint8_t {
-  kCollect,  ///< save: this rank's values get their names, and AsyncSaver copies what it must copy at once.
-  kWrite,    ///< save: this rank's file is written and synced (by AsyncSaver: also what it copies beside training).
+  kCollect,  ///< save: this rank's values get their names. AsyncSaver copies the values that may change at any time.
+  kWrite,    ///< save: this rank's file is written and synced. AsyncSaver also copies the other values.
   kCommit,   ///< save: the ranks' parts are joined, and the checkpoint gets its name. A rank waits here for the slowest one.
   kPrune,    ///< save: older checkpoints are removed.
   kOpen,     ///< load: metadata are read, names and shapes compared, small values read.
-  kCheck,    ///< load: what this rank needs is read and compared with its checksums. Nothing (0 bytes) where one reading is enough.
+  kCheck,    ///< load: this rank's data are read and compared with their checksums. 0 bytes if the data are read only once.
   kAssign,   ///< load: the data are read into the model, and compared with their checksums. Begins when all ranks have checked.
 };
 
 /// A phase that has ended on this rank.
 struct PhaseReport {
-  Phase phase = Phase::kCollect;  ///< Which one.
+  Phase phase = Phase::kCollect;  ///< The phase.
   std::int64_t bytes = 0;         ///< The bytes of this rank's values; in kWrite, the bytes that were written to its file.
   double seconds = 0;             ///< How long it took.
 };
@@ -86,7 +86,7 @@ struct PhaseReport {
 /// thread. Must not throw.
 using OnPhase = std::function<void(const PhaseReport& report)>;
 
-/// What a checkpoint contains beside model and optimizer, and which older ones are kept.
+/// Additional contents of a checkpoint, and which older checkpoints are kept.
 struct SaveOptions {
   /// How many checkpoints of a series are kept. A series is all checkpoints in one folder with the same name before the number at the end
   /// ("step-" of "step-1000"). After this checkpoint is complete, older complete ones are removed, except for the last keep_last saved,
@@ -109,11 +109,11 @@ struct SaveOptions {
   OnPhase on_phase = {};
 };
 
-/// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. It appears complete or not at
-/// all: files are written to a hidden folder beside it and synced, and one rename commits them. An older checkpoint of that name is
+/// Writes a checkpoint into the new folder `path` ("runs/a/1000"), on a file system that all ranks share. The checkpoint is complete or
+/// absent: files are written to a hidden folder beside it and synced, and one rename commits them. An older checkpoint of that name is
 /// replaced in the same way. Collective. Throws Error on every rank if it failed on any. Earlier checkpoints are then unchanged.
 void save(const std::string& path, torch::nn::Module& module, const ExtraState& extra = {}, SaveOptions options = {});
-/// The same with the optimizer's state.
+/// save() with the optimizer's state.
 void save(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, const ExtraState& extra = {}, SaveOptions options = {});
 
 /// Options of load().
@@ -128,26 +128,26 @@ struct LoadOptions {
   std::string model_prefix = "model.";
   /// Replaces the beginning "optim." in the same way. For torchtitan's checkpoints it is "optimizer.".
   std::string optimizer_prefix = "optim.";
-  /// Returns true for names that the load leaves out, also with `strict`: names of the model or the optimizer (as `rename` gets them),
-  /// whose values then stay as they are, and names in the checkpoint, which are then neither read nor unexpected.
+  /// Returns true for names that the load ignores, also with `strict`: names of the model or the optimizer (as `rename` gets them), whose
+  /// values then stay as they are, and names in the checkpoint, which are then neither read nor unexpected.
   std::function<bool(const std::string& name)> ignore = {};
-  /// True checks all data before any are assigned, so that model and optimizer keep their values where a checkpoint is damaged. False, on
-  /// all ranks and with `strict`, checks each block while it is assigned. That takes half of the time; where it fails, the model is partly
-  /// loaded, and refuses to be used until another load succeeds. A model that has only its initial values is always loaded in this way.
+  /// True checks all data before any are assigned, so that model and optimizer keep their values if a checkpoint is damaged. False, on all
+  /// ranks and with `strict`, checks each block while it is assigned. That takes half of the time. If it fails, the model is partly loaded,
+  /// and using it is an Error until another load succeeds. A model that has only its initial values is always loaded in this way.
   bool check_first = true;
-  /// True gives the optimizer the saved settings of its parameters: learning rates, weight decay, betas, eps, momentum and the like, as
-  /// torch's load_state_dict does. It is an Error if parameters of one of its groups were saved with different ones, or if they contain
-  /// one that an optimizer has from its construction on. By default the optimizer keeps its own.
+  /// True loads the saved settings of the optimizer's parameters: learning rates, weight decay, betas, eps, momentum and the like, as
+  /// torch's load_state_dict does. It is an Error if parameters of one group were saved with different settings, or if a saved setting can
+  /// only be set when an optimizer is constructed. By default the optimizer keeps its own settings.
   bool optimizer_settings = false;
-  /// Whether to restore each rank's generators, which needs as many ranks as saved them.
+  /// Whether to restore each rank's random generators. This needs the number of ranks that saved them.
   bool rng = true;
-  /// A scaler that gets the saved state. With `strict`, it is an Error if there is none.
+  /// A scaler whose state is loaded. With `strict`, it is an Error if the checkpoint has none.
   GradScaler* grad_scaler = nullptr;
   /// Called at the end of each phase.
   OnPhase on_phase = {};
 };
 
-/// The result of load(): what it found beside model and optimizer.
+/// The result of load(): additional contents of the checkpoint.
 struct Loaded {
   /// get_extra() of `extra`: `loaded->get<std::int64_t>("step")`.
   template <typename T>
@@ -157,42 +157,42 @@ struct Loaded {
 
   std::string path;                     ///< The path of the checkpoint.
   ExtraState extra;                     ///< The values that were saved.
-  ExtraState rank_extra;                ///< This rank's own, if as many ranks saved theirs. Otherwise see read_rank_extra().
+  ExtraState rank_extra;                ///< This rank's own values, if the number of ranks is the same. Otherwise see read_rank_extra().
   std::vector<std::string> missing;     ///< Names that the model has and the checkpoint has not. Empty if strict.
-  std::vector<std::string> unexpected;  ///< The reverse, within what was asked for (the model, or also the optimizer).
+  std::vector<std::string> unexpected;  ///< Names that only the checkpoint has (of the optimizer only if one was passed).
   std::optional<double> metric;         ///< SaveOptions::metric.
   bool rng = false;                     ///< Whether the generators were restored.
-  std::vector<std::string> skipped;     ///< Newer checkpoints that load_latest did not take, and why.
+  std::vector<std::string> skipped;     ///< Newer checkpoints that load_latest did not load, with the reasons.
 };
 
 /// Reads a checkpoint into a sharded model and its optimizer. The checkpoint has DCP's format, or, for the model alone, is Hugging Face's
 /// safetensors (a file, or a folder with an index; "model." is added in front of its names). Each rank reads only the byte ranges that it
 /// needs. Values are converted if dtypes differ. All data are compared with checksums, if there are any. Collective. Throws Error on all
-/// ranks if it failed on any. Model and optimizer are then unchanged, unless the error says that they are partly loaded. Then each refuses
-/// to be used until a load has replaced the same values of it.
+/// ranks if it failed on any. Model and optimizer are then unchanged, unless the error says that they are partly loaded. Using a model or
+/// an optimizer that is partly loaded is an Error until a load has replaced the same values.
 ///
-/// Data are read twice: all of them are checked before any are assigned. One reading is enough with LoadOptions::check_first = false, and
-/// for a model that still has its initial values, as no optimizer, user or load has written its parameters since fully_shard. (Writes to
-/// replicated parameters are not seen, so models with these are read twice.) Where such a load fails, model and optimizer may be partly
-/// loaded. That may also cost the values of buffers, and those that parameters had before fully_shard. If these are needed although a load
-/// fails, call FSDPModule::main_parameters_changed() before it: then all data are checked first.
+/// Data are read twice: all of them are checked before any are assigned. They are read only once with LoadOptions::check_first = false, and
+/// for a model whose parameters no optimizer, user or load has written since fully_shard. (The engine does not notice writes to replicated
+/// parameters, so it reads twice for models with these.) If such a load fails, model and optimizer may be partly loaded, and the values of
+/// buffers, and the values that parameters had before fully_shard, may be lost. To keep these values if a load fails, call
+/// FSDPModule::main_parameters_changed() before it: then all data are checked first.
 ///
-/// The optimizer keeps its own settings (learning rates, betas) unless LoadOptions::optimizer_settings says otherwise; its learning-rate
-/// factors are restored.
+/// The optimizer keeps its own settings (learning rates, betas) unless LoadOptions::optimizer_settings is true; its learning-rate factors
+/// are restored.
 Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options = {});
-/// The same with the optimizer's state.
+/// load() with the optimizer's state.
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
 /// Loads the newest complete checkpoint in a folder, as rank 0 sees it (see latest). If there is none, returns nothing, and rank 0 prints a
-/// warning. If the newest one is damaged, the one before it is taken, and every rank prints a warning. It also names newer checkpoints that
-/// are not taken, because torch.distributed.checkpoint wrote them, or because their names do not end in a number. Throws Error if all are
-/// damaged, or if a disk error prevents the check whether one is complete.
+/// warning. If the newest one is damaged, loads the one before it, and every rank prints a warning. The warning also names newer
+/// checkpoints that are ignored, because torch.distributed.checkpoint wrote them, or because their names do not end in a number. Throws
+/// Error if all are damaged, or if a disk error prevents the check whether one is complete.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
-/// The same with the optimizer's state.
+/// load_latest() with the optimizer's state.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
 
-/// Every rank's SaveOptions::rank_extra in a checkpoint, by rank. A run on another number of ranks needs it to divide these values anew.
-/// Not collective. Throws Error.
+/// Returns every rank's SaveOptions::rank_extra in a checkpoint, by rank. A run on another number of ranks uses it to divide these values
+/// again. Not collective. Throws Error.
 std::vector<ExtraState> read_rank_extra(const std::string& path);
 
 /// Options of export_safetensors().
@@ -203,9 +203,9 @@ struct ExportOptions {
   std::int64_t most_bytes_per_file = std::int64_t{5} << 30;
 };
 
-/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which appears complete or not at all. It is an
-/// Error if `path` exists. Every rank writes its own ranges, and holds at most one tensor's share in addition to its shards. Collective.
-/// Throws Error on every rank if it failed on any.
+/// Writes parameters and buffers as Hugging Face's safetensors into the new folder `path`, which is complete or absent. It is an Error if
+/// `path` exists. Every rank writes its own ranges, and holds at most one tensor's share in addition to its shards. Collective. Throws
+/// Error on every rank if it failed on any.
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options = {});
 
 /// The path of the newest complete checkpoint of this library in a folder: the one that was saved last, of those whose names end in a
@@ -216,12 +216,12 @@ std::optional<std::string> latest(const std::string& folder);
 std::optional<std::string> best(const std::string& folder);
 
 /// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then
-/// writes them. The checkpoint has the values from when save() returned. If code is about to write shards or the optimizer's state before
-/// they have been copied (usually the optimizer's next step), it waits for the copy. Data that operators or users may write at any time are
-/// copied by save() itself: buffers, replicated parameters, extra state, and parameters whose shards parameter_shards() gave out. A
-/// relative path is that of when save() was called; the permissions of files follow the umask of when they are written. The thread writes
-/// with a lower priority (nice 10), so that training gets the cores. Only one save runs at a time, and the next one waits for it. The next
-/// save() or wait() throws an error of the last one.
+/// writes them. The checkpoint has the values at the time when save() returns. A call that writes shards or the optimizer's state (usually
+/// the optimizer's next step) waits for the copy. Data that operators or users may write at any time are copied by save() itself: buffers,
+/// replicated parameters, extra state, and all parameters after a call of parameter_shards(). A relative path is resolved when save() is
+/// called; the permissions of files follow the umask at the time of writing. The thread writes with a lower priority (nice 10), so that
+/// training gets the cores. Only one save runs at a time, and the next one waits for it. The next save() or wait() throws an error of the
+/// last one.
 class AsyncSaver {
  public:
   /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.

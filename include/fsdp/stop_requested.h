@@ -4,11 +4,11 @@
 
 namespace fsdp {
 
-/// True on every rank of the mesh once SIGINT (Ctrl-C) or SIGTERM has come to one of them. Ask it after each step, and save and return from
-/// the loop if it is true: the ranks then end after the same step. launch_local and torchrun pass these signals on to their ranks.
+/// Returns true on every rank of the mesh once one of them has received SIGINT (Ctrl-C) or SIGTERM. Call it after each step. If it returns
+/// true, save and leave the loop: the ranks then end after the same step. launch_local and torchrun pass these signals on to their ranks.
 ///
-/// The first call makes this process listen, in place of handlers that the program has set. Until then both signals end the process, as
-/// they do by default, and afterwards they do nothing else. Collective; blocks. Throws CommError.
+/// The first call installs signal handlers in this process, which replace those of the program. Before it, both signals end the process, as
+/// by default; after it, they have no other effect. Collective; blocks. Throws CommError.
 bool stop_requested(const DeviceMesh& mesh);
 
 }  // namespace fsdp

@@ -28,15 +28,15 @@ class PlannedTransfer;
 class TransferPeers;
 }  // namespace weights
 
-/// The ranks between which weights travel: those that train, and those that receive. Have one for transfers alone: a rank that dies during
-/// a run closes its connections. A cheap handle: copies share the connections.
+/// The ranks of a weight transfer: those that train, and those that receive. Use a separate group for transfers, because a rank that dies
+/// during a run closes its connections. A cheap handle: copies share the connections.
 class TransferGroup {
  public:
-  /// Connects all ranks that were launched, by a group of their own. `mesh`: one of init_device_mesh that has all of them; their numbers
-  /// are the global ranks. Collective. Throws Error for other meshes, and CommError if the ranks can't meet.
+  /// Connects all launched ranks by a process group of their own. `mesh`: a mesh of init_device_mesh with all ranks; their numbers are the
+  /// global ranks. Collective. Throws Error for other meshes, and CommError if the rendezvous fails.
   explicit TransferGroup(const DeviceMesh& mesh);
-  /// Ranks that are connected already, also of several programs. `backend`: their c10d group, such as a ProcessGroupGloo. `store`: one that
-  /// they share, under a prefix that nothing else uses; it must stay. `device`: that of the tensors which the backend moves.
+  /// Uses connected ranks, also of several programs. `backend`: their c10d group, such as a ProcessGroupGloo. `store`: their common store,
+  /// with a prefix that nothing else uses; it must outlive the group. `device`: the device of the tensors that the backend sends.
   TransferGroup(const c10::intrusive_ptr<c10d::Backend>& backend, const c10::intrusive_ptr<c10d::Store>& store,
                 c10::Device device = c10::kCPU);
 
@@ -52,72 +52,72 @@ class TransferGroup {
 
 class WeightSnapshot;
 
-/// A part of a tensor that a rank wants, and where it is to go.
+/// A chunk of a tensor that a rank wants, and its destination.
 struct WantedBox {
-  std::string name;  ///< That of named_parameters() or named_buffers() of the model that is trained.
-  /// Where the values go, of the box's sizes: a tensor, or a view of one with any strides, which stays where it is. Several views of one
-  /// tensor take the parts of a fused weight.
+  std::string name;  ///< The name in named_parameters() or named_buffers() of the trained model.
+  /// The destination, with the sizes of the chunk: a tensor, or a view of one with any strides, whose memory must not change. For the parts
+  /// of a fused weight, use several views of one tensor.
   at::Tensor into;
-  std::optional<std::vector<std::int64_t>> offsets = {};  ///< Where the box begins in the tensor; by default at its first element.
+  std::optional<std::vector<std::int64_t>> offsets = {};  ///< Where the chunk begins in the tensor; by default at its first element.
   /// The dtype in which it is sent; by default that of `into`. Only floating-point tensors are converted.
   std::optional<at::ScalarType> dtype = {};
 };
 
-/// Who wants what.
+/// The receivers of a transfer, and the parts that they want.
 struct TransferOptions {
-  std::vector<int> receivers;                           ///< The ranks of the group that want something; the same on all ranks.
-  std::vector<WantedBox> wanted = {};                   ///< What this rank wants, if it is one of them.
+  std::vector<int> receivers;                           ///< The ranks of the group that receive; the same on all ranks.
+  std::vector<WantedBox> wanted = {};                   ///< The chunks that this rank wants, if it is a receiver.
   std::int64_t message_bytes = std::int64_t{32} << 20;  ///< The most bytes of a message, at least 16; the same on all ranks.
   /// How long a rank waits for another one, when the plan is made and in each run.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
-/// A box that travels.
+/// A chunk that is sent.
 struct TransferBox {
-  std::string name;                   ///< The tensor's.
-  std::vector<std::int64_t> offsets;  ///< Of its first element in the whole tensor, by dimension.
+  std::string name;                   ///< The name of the tensor.
+  std::vector<std::int64_t> offsets;  ///< Of its first element in the complete tensor, by dimension.
   std::vector<std::int64_t> sizes;    ///< By dimension, in elements.
-  at::ScalarType dtype;               ///< In which it travels.
+  at::ScalarType dtype;               ///< The dtype in which it is sent.
 };
 
-/// Boxes that travel together.
+/// Chunks that are sent together.
 struct TransferMessage {
   int sender = 0;                  ///< A rank of the group.
-  int receiver = 0;                ///< The same.
-  std::vector<TransferBox> boxes;  ///< In the order in which they lie in the message.
+  int receiver = 0;                ///< A rank of the group.
+  std::vector<TransferBox> boxes;  ///< In their order in the message.
 };
 
-/// Who sends which parts of the weights to whom: see transfer_plan. Not thread-safe.
+/// A plan of which rank sends which parts of the weights to which rank: see transfer_plan. Not thread-safe.
 class TransferPlan {
  public:
   /// For the library's own use: all ranks of the group make one together.
   TransferPlan(torch::nn::Module* module, const TransferGroup& group, const TransferOptions& options);
   ~TransferPlan();
-  /// The plan that is left must not be used.
+  /// Moves the plan; the other object must not be used.
   TransferPlan(TransferPlan&&) noexcept;
 
-  /// Sends the weights of now. Every rank of the group calls it, between steps or between microbatches; nothing of the model changes. When
-  /// it returns, all receivers have everything. Optimizers' steps and loads on other threads wait until it returns.
+  /// Sends the current weights. Every rank of the group calls it, between steps or between microbatches; the model does not change. When it
+  /// returns, all receivers have all values. Optimizers' steps and loads on other threads wait until it returns.
   ///
-  /// Throws Error on all ranks if one of them can't take part; nothing was sent. Throws CommError on all ranks if one did not come in time;
-  /// nothing was sent then, and the plan can run again. Also if one has died on the way: receivers may then have some of the new values,
-  /// and another run needs a new group and a new plan.
+  /// Throws Error on all ranks if one of them can't take part; nothing was sent. Throws CommError on all ranks if one did not call it in
+  /// time; nothing was sent then, and the plan can run again. Also throws CommError if a rank has died during the run: receivers may then
+  /// have some of the new values, and another run needs a new group and a new plan.
   void run();
-  /// Sends only what is not as it is in the snapshot, on all ranks of the group, each with a snapshot of its own. A box is then sent as
-  /// positions and values of single elements where that has fewer bytes, not at all where nothing has changed, and whole where not. Bits
-  /// are compared, in the dtype that travels, so receivers have the bits of a whole run. The first run of a snapshot sends everything. A
-  /// snapshot belongs to one plan, as receivers keep what has come.
+  /// Sends only values that differ from the snapshot. Each rank of the group passes a snapshot of its own. A chunk is sent as positions and
+  /// values of single elements if that has fewer bytes, otherwise completely, and not at all if nothing has changed. Bits are compared, in
+  /// the dtype in which values are sent, so receivers have the same bits as after a complete run. The first run of a snapshot sends
+  /// everything. A snapshot belongs to one plan, because receivers keep the values of earlier runs.
   void run(WeightSnapshot& since);
 
   /// The bytes that this rank has sent in the last run.
   std::int64_t travelled_bytes() const;
-  /// The bytes that travel in a run, by sender and receiver (ranks of the group).
+  /// The bytes that are sent in a complete run, by sender and receiver (ranks of the group).
   std::map<std::pair<int, int>, std::int64_t> bytes_sent() const;
-  /// What this rank sends and receives, in this order.
+  /// The messages that this rank sends and receives, in this order.
   std::vector<TransferMessage> messages() const;
   /// The number of rounds. In each, a rank sends one message at most, and receives one at most.
   std::int64_t rounds() const;
-  /// The size of the largest box that travels. No message is larger; a rank has buffers for two of them at most.
+  /// The size of the largest chunk that is sent. No message is larger; a rank has buffers for two of them at most.
   std::int64_t largest_bytes() const;
 
  private:
@@ -129,16 +129,16 @@ class TransferPlan {
   std::chrono::milliseconds timeout_;
 };
 
-/// Plans how weights get from the ranks that train to ranks that want other parts of them, such as those of an inference engine.
+/// Plans how weights are sent from the ranks that train to ranks with another sharding, such as those of an inference engine.
 ///
-/// The ranks of the group tell each other once which parts they have and want. Each run() of the plan then sends every element that a
-/// receiver wants to it once, straight from the shard of one of the ranks that have it, already in the dtype that is wanted. What a rank
-/// both wants and has, it copies by itself. Boxes above `message_bytes` are divided.
+/// The ranks of the group exchange once which parts they have and want. Each run() of the plan then sends every element that a receiver
+/// wants to it once, directly from the shard of one of the ranks that have it, in the dtype that the receiver wants. If a rank has a part
+/// that it wants, it copies it by itself. Chunks above `message_bytes` are divided.
 ///
-/// Every rank of the group calls it. `module`: the sharded model on ranks that train (the root, or a unit, of which the whole model is
-/// given); null on others. The plan does not keep the module alive, but its shards and buffers. Throws Error on all ranks if an argument is
-/// wrong on one, if they differ, if no parameter or buffer has a name, if a box is outside of its tensor, or if a tensor is not converted
-/// to a dtype; training can go on. Throws CommError on all ranks, with the number of a rank that did not come in time.
+/// Every rank of the group calls it. `module`: the sharded model on ranks that train (the root, or any unit of the model); null on others.
+/// The plan does not keep the module alive, but its shards and buffers. Throws Error on all ranks if an argument is wrong on one, if
+/// arguments differ, if no parameter or buffer has a name, if a chunk is outside of its tensor, or if a tensor can't be converted to a
+/// dtype; training can continue. Throws CommError on all ranks, with the number of a rank that did not call it in time.
 TransferPlan transfer_plan(torch::nn::Module* module, const TransferGroup& group, const TransferOptions& options);
 
 }  // namespace fsdp

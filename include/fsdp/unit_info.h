@@ -29,14 +29,14 @@ struct UnitInfo {
   std::int64_t whole_bytes = 0;         ///< Bytes of the gathered parameters, in UnitDtypes::param, with their padding.
   std::int64_t shard_bytes = 0;         ///< Bytes of this rank's main parameters, in UnitDtypes::main_param, with padding.
   std::vector<UnitDtypes> dtypes;       ///< The dtypes of its parameters, each combination once.
-  bool reshard_after_forward = true;    ///< FullyShardOptions::reshard_after_forward, or what was set since.
+  bool reshard_after_forward = true;    ///< The current value of FullyShardOptions::reshard_after_forward.
   /// The dimensions of its mesh. They have no names if the unit has a mesh of its own that is not a part of the model's.
   std::vector<MeshDim> mesh;
 };
 
 /// The units as a table, with a line for each, to print.
 std::string to_string(const std::vector<UnitInfo>& units);
-/// The same, written to a stream.
+/// Writes the table of to_string() to a stream.
 std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units);
 
 }  // namespace fsdp

@@ -5,12 +5,12 @@
 
 namespace fsdp {
 
-/// Why a rank waited for a collective. A wait is divided among these.
+/// Why a rank waited for a collective. The time of a wait is divided among these reasons.
 enum class WaitReason : std::uint8_t {
-  kLateRank,  ///< Another rank had not made the call yet. The rest of the wait comes after all ranks had.
-  kPrefetch,  ///< The gather began only when its unit was needed, although a unit was computed before it: prefetch is too shallow.
-  kQueue,     ///< Earlier collectives were under way; the share of their bytes in what had to be moved.
-  kLink,      ///< The data were on their way.
+  kLateRank,  ///< Another rank had not called the collective yet. The other reasons apply to the time after all ranks had called it.
+  kPrefetch,  ///< The gather began only when its unit was needed, although it could have begun during an earlier unit.
+  kQueue,     ///< Earlier collectives were running; a part of the wait in proportion to their bytes.
+  kLink,      ///< The data were being sent.
   kHost,      ///< The data had arrived, and this rank was copying or adding them up.
 };
 inline constexpr std::size_t kWaitReasons = 5;  ///< How many there are.
