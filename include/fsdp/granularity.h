@@ -12,9 +12,9 @@ struct Granularity {
     kElement,  ///< Anywhere. Suits elementwise optimizers, and needs the least padding. The default.
     kRows,     ///< Between rows of dim 0 only, so that a shard is a valid uneven Shard(0).
     kBlock,    ///< Between blocks of `block` consecutive elements, counted from the parameter's start.
-    kWhole,    ///< Nowhere: one rank owns the whole parameter (Muon and other matrix optimizers).
+    kWhole,    ///< Nowhere: one rank owns the complete parameter (Muon and other matrix optimizers).
   };
-  Kind kind = Kind::kElement;  ///< Which one.
+  Kind kind = Kind::kElement;  ///< The granularity.
   std::int64_t block = 1;      ///< Elements per block; read for kBlock only, at least 1.
 
   static constexpr Granularity element() { return {}; }                                            ///< Kind::kElement.

@@ -17,7 +17,7 @@ class Engine;
 
 /// A chunk of a tensor, elements [offsets[d], offsets[d] + sizes[d]) of every dimension d (as in DCP), and its values.
 struct LocalBox {
-  std::vector<std::int64_t> offsets;  ///< Of its first element in the whole tensor, by dimension.
+  std::vector<std::int64_t> offsets;  ///< Of its first element in the complete tensor, by dimension.
   std::vector<std::int64_t> sizes;    ///< By dimension, in elements.
   at::Tensor tensor;                  ///< Of these sizes, contiguous: a view of the main parameters. Read it, and do not write.
 };
