@@ -12,7 +12,6 @@
 #include "bindings/delivered_gradients.h"
 #include "bindings/errors.h"
 #include "engine/buffer.h"
-#include "engine/left_gradients.h"
 #include "engine/tensor_bytes.h"
 #include "fsdp/fsdp_module.h"
 #include "hooks/hooked_model.h"
@@ -451,7 +450,7 @@ void bind_hooks(py::module_& module) {
       .def("memory_stats", &memory_stats)
       .def("reset_peak_memory_stats", [](HookedModel& model) { model.engine().accounting().reset_peaks(); })
       .def(
-          "has_left_gradients", [](HookedModel& model) { return engine::has_left_gradients(model.engine()); }, kNoGil)
+          "has_left_gradients", [](HookedModel& model) { return model.engine().main().has_left_gradients(); }, kNoGil)
       .def("wire_stats", &wire_stats, py::arg("further"));
   module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
   module.def("note_step", &note_step, kNoGil, "An optimizer that has parameters of these units is about to step.");

@@ -25,7 +25,7 @@ Engine::Engine(const EngineOptions& options)
       gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pools_.of_the_rest(), accounting_,
                {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad, .copies_together = !options.on_cpu()}),
-      main_parameters_(options.mesh.device(), units_, gatherer_) {}
+      main_parameters_(*this) {}
 
 Engine::~Engine() {
   stream_.rejoin();
@@ -49,7 +49,7 @@ Unit& Engine::add(std::unique_ptr<Unit> unit) {
 std::vector<std::unique_ptr<Unit>> Engine::release() {
   const auto lock = this->lock_for_use();
   reset_locked();
-  main_parameters_.retire();
+  main_parameters_.state_ = MainState::kRetired;
   reducer_.forget_units();
   for (const auto& unit : units_) {
     if (!unit->replicated_parameters()) unit->whole.free();  // Slots that units have kept are this engine's.
@@ -61,15 +61,6 @@ std::vector<std::unique_ptr<Unit>> Engine::release() {
 std::unique_lock<std::mutex> Engine::lock() {
   std::unique_lock held(mutex_);
   stream_.follow();
-  return held;
-}
-
-std::unique_lock<std::mutex> Engine::after_reader(std::unique_lock<std::mutex> held) {
-  for (auto read = main_parameters_.reader(); read.valid(); read = main_parameters_.reader()) {
-    held.unlock();
-    read.wait();
-    held.lock();
-  }
   return held;
 }
 
@@ -286,7 +277,7 @@ void Engine::evict(Unit& unit) {
 
 /// The main parameters were written. `starts_shards`: no forward begins at once, which would start these gathers.
 void Engine::outdate_all(bool starts_shards) {
-  main_parameters_.changed();
+  main_parameters_.note_change();
   for (const auto& unit : units_) {
     set_use(*unit, UseState::kUnused);
     gatherer_.outdate_copies(*unit);

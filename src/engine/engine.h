@@ -15,7 +15,6 @@
 
 #include "engine/buffer_pools.h"
 #include "engine/gatherer.h"
-#include "engine/main_access.h"
 #include "engine/main_parameters.h"
 #include "engine/memory_choice.h"
 #include "engine/one_stream.h"
@@ -126,7 +125,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_backward();
   /// Call it between backwards. Reduces all gradients that any rank has collected in units that require synchronization now, and continues
   /// reductions that backwards have left under way. With `wait`, all of them have ended when this returns; otherwise
-  /// MainAccess::finish_gradient_sync waits for them. Collective. Throws Error inside of a backward.
+  /// MainParameters::finish_gradient_sync waits for them. Collective. Throws Error inside of a backward.
   void finalize_backward(bool wait);
   /// True between begin_backward and end_backward, unless an exception has ended the backward.
   bool in_backward();
@@ -145,16 +144,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset();
   void set(const StepSettings& settings);
   /// What this rank owns of the model, for those who read and write it between steps.
-  MainAccess main() { return MainAccess(*this); }
+  MainParameters& main() { return main_parameters_; }
 
   memory::Accounting& accounting() { return accounting_; }
   const EngineOptions& options() const { return options_; }
 
  private:
-  friend class MainAccess;  // Its methods are the engine's, between steps.
+  friend class MainParameters;  // Its methods are the engine's, between steps.
   friend class Observation;
   friend std::vector<std::size_t> recorded_order(Engine& engine, Pass pass);
-  friend bool has_left_gradients(Engine& engine);
 
   void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
   void occupy(Unit& unit, Pass pass);
@@ -182,8 +180,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (end_export_) throw Error(std::exchange(end_export_, {})());
     return held;
   }
-  /// Lets go of the lock while somebody reads main parameters, who may use the engine meanwhile [Writers wait for the reader].
-  std::unique_lock<std::mutex> after_reader(std::unique_lock<std::mutex> held);
   [[noreturn]] void rethrow_with_history(const std::exception& error) const;
   template <typename Body>
   void guarded(const Body& body);

@@ -15,7 +15,7 @@
 namespace fsdp::engine {
 
 /// The life of parameters: a unit's shards are all-gathered into a slot, stay there while the unit is used, and are written back, if an
-/// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine, MainAccess and MainParameters.
+/// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine and MainParameters.
 ///
 /// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
 class Gatherer {
@@ -57,7 +57,7 @@ class Gatherer {
   void stop_sending(Unit& unit);
   /// Gathers replicated main parameters of which every rank has written its own shard.
   void exchange_main(Unit& unit);
-  /// See MainAccess::gather_main.
+  /// See MainParameters::gather_main.
   std::vector<at::Tensor> gather_main(Unit& unit, std::span<const at::Tensor> main);
 
  private:

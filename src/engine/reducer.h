@@ -18,7 +18,7 @@
 namespace fsdp::engine {
 
 /// The life of gradients: collected per unit as autograd delivers them, reduced when backward departs from the unit, summed in rank order
-/// into the main gradients. Called by Engine and MainAccess, under the engine's lock.
+/// into the main gradients. Called by Engine and MainParameters, under the engine's lock.
 ///
 /// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
 /// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards, each
@@ -83,7 +83,7 @@ class Reducer {
   /// Some unit has gradients, in whatever state.
   bool has_gradients() const;
 
-  /// See MainAccess::take_gradients.
+  /// See MainParameters::take_gradients.
   std::vector<at::Tensor> take_main_gradient(Unit& unit);
 
   /// Frees the main gradients, and what is reduced over the inner ranks only.

@@ -110,12 +110,6 @@ Unit::Unit(std::string name_, std::vector<UnitParameter> parameters_, layout::Un
   rename(std::move(name), {});
 }
 
-void ModelFacts::tell_update(std::uint64_t by, std::string settings) {
-  updates_by[by] = std::move(settings);
-  updates.clear();
-  for (const auto& [optimizer, said] : updates_by) updates += (updates.empty() ? "" : ", ") + said;
-}
-
 comm::Label Unit::label(const char* operation) const {
   std::uint64_t switches = 0;
   int bit = 0;

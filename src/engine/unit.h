@@ -129,9 +129,7 @@ struct ModelFacts {
   bool is_last_backward = true;
   bool manual_finalization = false;
   std::string updates;                              ///< The settings of all optimizers that have updated it.
-  std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see MainAccess::tell_update.
-
-  void tell_update(std::uint64_t by, std::string settings);
+  std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see MainParameters::tell_update.
 };
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
@@ -196,7 +194,7 @@ struct InnerShards {
   std::unique_ptr<comm::Pending> gather;
 };
 
-/// The main parameters of a unit: the pieces that this rank's optimizer updates. MainAccess says who may read and write them when.
+/// The main parameters of a unit: the pieces that this rank's optimizer updates. MainParameters says who may read and write them when.
 struct UnitMain {
   std::vector<at::Tensor> parts;  ///< Per sub-buffer, 1-D.
   Buffer buffer;      ///< The memory of `parts`, without sub-buffers whose main parameters are a region of the whole ones or of the shards.

@@ -99,8 +99,8 @@ class HookedUnit {
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
   at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
-  /// Returns the gradient of parameter i among those that MainAccess::take_gradients returned, in the shape of its shard. It shares their
-  /// memory.
+  /// Returns the gradient of parameter i among those that MainParameters::take_gradients returned, in the shape of its shard. It shares
+  /// their memory.
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 
   /// Puts the whole parameters into the modules: called when backward has entered the unit.

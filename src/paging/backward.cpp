@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "engine/left_gradients.h"
+#include "engine/engine.h"
 #include "paging/paged_model.h"
 #include "paging/warnings.h"
 #include "trigger/autograd_pass.h"
@@ -20,7 +20,7 @@ void watch_backward(const std::shared_ptr<engine::Engine>& engine) {
   const auto begin = [&](const std::shared_ptr<char>& alive, engine::BackwardOf of) {
     bool begun = false;
     gate.alone([&] {
-      const bool adds = engine::has_left_gradients(*engine);
+      const bool adds = engine->main().has_left_gradients();
       begun = engine->begin_backward(alive, of);
       if (begun && adds) model.adds_to_gradients = true;
     });

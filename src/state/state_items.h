@@ -25,9 +25,9 @@ struct StateItem {
   /// This rank writes elements [own_begin, own_begin + own_numel) of `values`. Every element is written by one rank only.
   std::int64_t own_begin = 0;
   std::int64_t own_numel = 0;
-  /// Whether all code that writes the values calls MainAccess::flush_writes or prepare_load before, so that another thread may read them
-  /// (MainAccess::set_reader). This does not hold for parameters and buffers that operators write directly, and for main parameters of
-  /// which users have views.
+  /// Whether all code that writes the values calls MainParameters::flush_writes or prepare_load before, so that another thread may read
+  /// them (MainParameters::set_reader). This does not hold for parameters and buffers that operators write directly, and for main
+  /// parameters of which users have views.
   bool guarded = false;
   /// If defined, `values` is a row-major copy of this tensor. Code that has written `values` calls assign_values(source, values).
   at::Tensor source = {};

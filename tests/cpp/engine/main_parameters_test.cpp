@@ -1,4 +1,4 @@
-#include "engine/main_access.h"
+#include "engine/main_parameters.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -16,7 +16,7 @@
 #include "support/multi_rank.h"
 #include "support/stack.h"
 
-namespace main_access_test {
+namespace main_parameters_test {
 
 using fsdp::testing::has;
 using fsdp::testing::line;
@@ -30,7 +30,7 @@ struct Sharded {
     handle.emplace(fsdp::fully_shard(*model, {.mesh = line(), .units = fsdp::testing::stack_units()}));
   }
   fsdp::engine::Engine& engine() const { return *handle->engine(); }
-  fsdp::engine::MainAccess main() const { return engine().main(); }
+  fsdp::engine::MainParameters& main() const { return engine().main(); }
 
   Stack model;
   std::optional<fsdp::FSDPModule> handle;
@@ -38,7 +38,7 @@ struct Sharded {
 
 std::string refusal(const std::function<void()>& call) { return message_of<fsdp::Error>(call); }
 
-TEST(MainAccess, LetsTornParametersBeLoadedOnly) {
+TEST(MainParameters, LetsTornParametersBeLoadedOnly) {
   run_ranks(2, [](int rank) {
     Sharded sharded;
     sharded.main().expose();
@@ -59,7 +59,7 @@ TEST(MainAccess, LetsTornParametersBeLoadedOnly) {
   });
 }
 
-TEST(MainAccess, KnowsWhetherUsersMayHaveWritten) {
+TEST(MainParameters, KnowsWhetherUsersMayHaveWritten) {
   run_ranks(2, [] {
     Sharded sharded;
     EXPECT_FALSE(sharded.main().is_exposed());
@@ -70,7 +70,7 @@ TEST(MainAccess, KnowsWhetherUsersMayHaveWritten) {
   });
 }
 
-TEST(MainAccess, RefusesWhatBelongsToARetiredModel) {
+TEST(MainParameters, RefusesWhatBelongsToARetiredModel) {
   run_ranks(2, [] {
     Sharded sharded;
     sharded.main().retire();
@@ -82,7 +82,7 @@ TEST(MainAccess, RefusesWhatBelongsToARetiredModel) {
   });
 }
 
-TEST(MainAccess, GivesGradientsAwayOnce) {
+TEST(MainParameters, GivesGradientsAwayOnce) {
   run_ranks(2, [](int rank) {
     Sharded sharded;
     auto& unit = *sharded.engine().units()[1];
@@ -101,7 +101,7 @@ TEST(MainAccess, GivesGradientsAwayOnce) {
 }
 
 // Writes to a shard reach all ranks at the next forward, and those to a present whole parameter reach the shards.
-TEST(MainAccess, ChangesAreGathered) {
+TEST(MainParameters, ChangesAreGathered) {
   run_ranks(2, [](int rank) {
     Sharded sharded;
     auto& unit = *sharded.engine().units()[1];
@@ -120,4 +120,4 @@ TEST(MainAccess, ChangesAreGathered) {
   });
 }
 
-}  // namespace main_access_test
+}  // namespace main_parameters_test
