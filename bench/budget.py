@@ -68,7 +68,7 @@ def step(one: Kept, x: torch.Tensor) -> float:
 def keep(model: Any, blocks: tuple[int, ...]) -> None:
     """Does by hand what a budget does."""
     for k in range(len(model) - 1):
-        model[k]._get_fsdp_state().unit.kept_after_forward = k in blocks
+        model[k]._get_fsdp_state().unit.kept_by_budget = k in blocks
 
 
 def run(rank: int, options: argparse.Namespace) -> None:
@@ -98,7 +98,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         chosen = trainee(options, libfsdp.MemoryBudget(budget, optimizer_values=0))[0]
         chosen(x).square().mean().backward()
         units = [chosen[k]._get_fsdp_state().unit for k in range(options.blocks - 1)]
-        kept = tuple(k for k, unit in enumerate(units) if unit.kept_after_forward)
+        kept = tuple(k for k, unit in enumerate(units) if unit.kept_by_budget)
         found, measured = (
             {blocks: statistics.median(one.seconds[half::2]) for blocks, one in sets.items() if one.peak <= budget}
             for half in (0, 1)

@@ -99,7 +99,8 @@ void FSDPModule::set_gradient_divide_factor(double factor, bool recurse) {
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
-  set_options(*engine_, unit_, recurse, [&](auto& options) { options.reshard_after_forward = reshard_after_forward; });
+  const auto after = reshard_after_forward ? engine::AfterForward::kReshard : engine::AfterForward::kUntilBackward;
+  set_options(*engine_, unit_, recurse, [&](auto& options) { options.after_forward = after; });
 }
 
 void FSDPModule::set_reshard_after_backward(bool reshard_after_backward, bool recurse) {

@@ -29,7 +29,7 @@ UnitInfo info_of(const engine::Engine& engine, const engine::Unit& unit) {
                 .whole_bytes = 0,
                 .shard_bytes = 0,
                 .dtypes = {},
-                .reshard_after_forward = unit.options.reshard_after_forward,
+                .reshard_after_forward = unit.options.reshards_after_forward(),
                 .mesh = {}};
   std::vector<std::pair<std::size_t, std::string>> names;
   for (const auto& parameter : unit.parameters) names.emplace_back(parameter.position, parameter.name);

@@ -45,9 +45,9 @@ std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units, const pla
     auto spec = shown->hooked()->spec();
     spec.name = shown->hooked()->unit().name;
     spec.options = shown->hooked()->unit().options;
-    spec.options.kept_after_forward = false;
+    spec.options.kept_by_budget = false;
     settings.apply_to(spec.options, specs.size());
-    const std::pair key{spec.separate_reduce_group, spec.reshard_after_forward_size};
+    const std::pair key{spec.separate_reduce_group, spec.post_forward_size};
     auto found = std::ranges::find(twins, key, &decltype(twins)::value_type::first);
     if (found == twins.end()) found = twins.insert(twins.end(), {key, planning::PlannedMeshes(key.first, key.second)});
     spec.mesh = found->second.of(spec.mesh);
@@ -80,7 +80,7 @@ struct PlannedSpecs {
       hooks::HookedUnit hooked(units[k].spec);
       const auto bytes = optimizer_bytes(hooked, optimizer_values);
       auto& unit = engine->add(hooked.release({}));
-      unit.options.kept_after_forward = !choice.kept.empty() && choice.kept[k];
+      unit.options.kept_by_budget = !choice.kept.empty() && choice.kept[k];
       if (units[k].parent) unit.place.parent = engine->units()[*units[k].parent].get();
       unit.allocate_main(engine->accounting());
       if (!unit.offloaded()) of_optimizer += bytes;
@@ -119,10 +119,7 @@ std::vector<planning::Remedy> remedies_for(const PlannedSpecs& model, const Choi
       spec.options.requires_all_reduce = true;
     });
   }
-  add("reshard_after_forward=True", [](auto& spec) {
-    spec.options.reshard_after_forward = true;
-    spec.options.kept_across_forwards = false;
-  });
+  add("reshard_after_forward=True", [](auto& spec) { spec.options.after_forward = engine::AfterForward::kReshard; });
   if (std::ranges::any_of(model.units, [&](const auto& unit) { return unit.spec.options.placements != sharded; })) {
     add("placements='optim_grads_params'", [=](auto& spec) { spec.options.placements = sharded; });
   }

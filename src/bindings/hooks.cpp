@@ -53,19 +53,19 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
 }
 
 std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
-                                     const std::string& placements, bool reshard_after_forward, std::int64_t reshard_after_forward_size,
+                                     const std::string& placements, engine::AfterForward after_forward, std::int64_t post_forward_size,
                                      const py::object& param_dtype, const py::object& reduce_dtype, bool offload, bool pin_memory,
                                      bool outer_sharded, bool rounds_gradients) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
   spec.options.placements = Placements::from_name(placements);
-  spec.options.reshard_after_forward = reshard_after_forward;
+  spec.options.after_forward = after_forward;
   spec.options.offload = offload ? Offload::kAll : Offload::kNone;
   spec.options.host_memory = pin_memory ? memory::HostMemoryKind::kPinned : memory::HostMemoryKind::kPageable;
   spec.param_dtype = dtype_of(param_dtype);
   spec.reduce_dtype = dtype_of(reduce_dtype);
-  spec.reshard_after_forward_size = reshard_after_forward_size;
+  spec.post_forward_size = post_forward_size;
   spec.options.outer_sharded_optimizer = outer_sharded;
   spec.rounds_gradients = rounds_gradients;
   spec.parameters = std::move(parameters);
@@ -192,9 +192,9 @@ void reshard(ShownUnit& unit) {
   if (const auto model = unit.hooked()->model()) model->engine().reshard(unit.hooked()->unit());
 }
 
-void set_keeps_storage(ShownUnit& unit, bool keeps) {
-  if (const auto model = unit.hooked()->model()) return model->engine().set_keeps_storage(unit.hooked()->unit(), keeps);
-  options_of(unit).keeps_storage = keeps;
+void set_fixed_addresses(ShownUnit& unit, bool fixed) {
+  if (const auto model = unit.hooked()->model()) return model->engine().set_fixed_addresses(unit.hooked()->unit(), fixed);
+  options_of(unit).fixed_addresses = fixed;
 }
 
 void note_step(const ShownUnits& units) {
@@ -313,10 +313,15 @@ void bind_hooks(py::module_& module) {
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
            py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("float8_block"), py::arg("extended"));
 
+  py::enum_<engine::AfterForward>(module, "AfterForward", "What happens to a unit's unsharded parameters after forward.")
+      .value("RESHARD", engine::AfterForward::kReshard)
+      .value("UNTIL_BACKWARD", engine::AfterForward::kUntilBackward)
+      .value("ACROSS_FORWARDS", engine::AfterForward::kAcrossForwards);
+
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "ShownUnit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
-           py::arg("reshard_after_forward"), py::arg("reshard_after_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"),
-           py::arg("offload"), py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
+           py::arg("after_forward"), py::arg("post_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("offload"),
+           py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
       .def("allocate", [](ShownUnit& self) { self.hooked()->allocate(); })
       .def("shard", [](ShownUnit& self, std::size_t i) { return self.hooked()->shard(i); })
       .def("tie", [](ShownUnit& self, std::size_t i,
@@ -335,10 +340,11 @@ void bind_hooks(py::module_& module) {
       .def("set_parameters", &ShownUnit::set_parameters)
       .def("add_place", &ShownUnit::add_place)
       .def("set_wrap", &ShownUnit::set_wrap)
-      .def("kept", [](ShownUnit& self, std::size_t i, const std::vector<std::int64_t>& shape) { return self.hooked()->kept(i, shape); })
-      .def("set_kept", &ShownUnit::set_kept)
-      .def("show_kept", &ShownUnit::show_kept)
-      .def("forget_neighbours", [](ShownUnit& self) { self.hooked()->forget_neighbours(); })
+      .def("post_forward_shard", [](ShownUnit& self, std::size_t i,
+                                    const std::vector<std::int64_t>& shape) { return self.hooked()->post_forward_shard(i, shape); })
+      .def("set_post_forward", &ShownUnit::set_post_forward)
+      .def("show_post_forward", &ShownUnit::show_post_forward)
+      .def("drop_post_forward_mesh", [](ShownUnit& self) { self.hooked()->drop_post_forward_mesh(); })
       .def("show", &ShownUnit::show)
       .def("hide", &ShownUnit::hide)
       .def("has_its_parameters", &ShownUnit::has_its_parameters)
@@ -361,7 +367,8 @@ void bind_hooks(py::module_& module) {
       .def("reshard", &reshard)
       .def_property_readonly("model", [](const ShownUnit& self) { return self.hooked()->model(); })
       .def_property(
-          "keeps_storage", [](ShownUnit& self) { return options_of(self).keeps_storage; }, py::cpp_function(&set_keeps_storage, kNoGil))
+          "fixed_addresses", [](ShownUnit& self) { return options_of(self).fixed_addresses; },
+          py::cpp_function(&set_fixed_addresses, kNoGil))
       .def(
           "set_mesh", [](ShownUnit& self, const DeviceMesh& mesh) { self.hooked()->set_mesh(mesh); }, kNoGil)
       .def_property(
@@ -372,10 +379,9 @@ void bind_hooks(py::module_& module) {
           [](ShownUnit& self, bool gathered) { self.hooked()->gathered_in_backward = gathered; })
       .def_readwrite("has_all_reduce_hook", &ShownUnit::has_all_reduce_hook)
       .def_property_readonly("allocated", [](const ShownUnit& self) { return self.hooked()->allocated(); });
-  bind_option(unit, "reshard_after_forward", &engine::UnitOptions::reshard_after_forward);
+  bind_option(unit, "after_forward", &engine::UnitOptions::after_forward);
   bind_option(unit, "reshard_after_backward", &engine::UnitOptions::reshard_after_backward);
-  bind_option(unit, "kept_after_forward", &engine::UnitOptions::kept_after_forward);
-  bind_option(unit, "kept_across_forwards", &engine::UnitOptions::kept_across_forwards);
+  bind_option(unit, "kept_by_budget", &engine::UnitOptions::kept_by_budget);
   bind_option(unit, "updated_after_backward", &engine::UnitOptions::updated_after_backward);
   bind_option(unit, "requires_gradient_sync", &engine::UnitOptions::requires_gradient_sync);
   bind_option(unit, "requires_all_reduce", &engine::UnitOptions::requires_all_reduce);

@@ -116,17 +116,16 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   const auto last = unit.whole.last_backward;
   if (last == LastBackward::kGaveGradients) gatherer_.renew_extension(unit);
   if (last == LastBackward::kAccumulated) unit.whole.last_backward = LastBackward::kNone;
-  const bool by_option = unit.whole.use == UseState::kKept || !unit.options.reshard_after_backward || unit.options.kept_across_forwards;
-  // If placements keep whole parameters or inner shards, the user has not asked to keep old values.
-  const bool by_placements = unit.replicated_parameters() || unit.options.outer_sharded_optimizer;
-  if (kept_is_outdated || (by_placements && !by_option && last != LastBackward::kAccumulated)) {
-    evict(unit);
-    gatherer_.outdate_silently(unit);
-  } else if (!by_option) {
-    evict(unit);
-  } else if (unit.whole.use != UseState::kKept) {
-    set_use(unit, UseState::kUnused);
+  const bool kept = unit.whole.use == UseState::kKept;
+  const auto& options = unit.options;
+  if (!kept_is_outdated && (kept || !options.reshard_after_backward || options.after_forward == AfterForward::kAcrossForwards)) {
+    if (!kept) set_use(unit, UseState::kUnused);
+    return;
   }
+  evict(unit);
+  // If placements keep whole parameters or inner shards, the user has not asked to keep old values.
+  const bool by_placements = unit.replicated_parameters() || options.outer_sharded_optimizer;
+  if (kept_is_outdated || (by_placements && last != LastBackward::kAccumulated)) gatherer_.outdate_silently(unit);
 }
 
 void Engine::begin_unit_forward(Unit& unit) {
@@ -216,16 +215,11 @@ void Engine::leave_now(Unit& unit) {
 /// Departs from one unit. A unit that an option keeps after forward stays until backward has been in it.
 void Engine::leave(Unit& unit) {
   const bool by_backward = backward_ == BackwardState::kRunning && unit.whole.use == UseState::kInUse;
-  if (by_backward) {
-    set_use(unit, UseState::kLeft);
-    if (unit.options.reshard_after_backward) gatherer_.evict(unit);
-  } else if (unit.whole.use == UseState::kRepeated) {
-    set_use(unit, UseState::kLeft);
-    if (unit.options.reshard_after_forward) gatherer_.evict(unit);
-  } else {
-    const bool kept = unit.options.reshard_after_forward && gatherer_.leave_forward(unit);
-    set_use(unit, kept ? UseState::kKept : UseState::kLeft);
-  }
+  const bool by_forward = !by_backward && unit.whole.use != UseState::kRepeated;
+  const bool reshards = by_backward ? unit.options.reshard_after_backward : unit.options.reshards_after_forward();
+  const bool kept = by_forward && reshards && gatherer_.leave_forward(unit);
+  set_use(unit, kept ? UseState::kKept : UseState::kLeft);
+  if (reshards && !by_forward) gatherer_.evict(unit);
 }
 
 // [Read ahead] Units that were gathered on a prediction that no longer holds give their slots back first, so that memory stays bounded.
@@ -407,10 +401,10 @@ void Engine::finalize_backward(bool wait) {
   guarded([&] { reducer_.report_nan(); });
 }
 
-void Engine::set_keeps_storage(Unit& unit, bool keeps) {
+void Engine::set_fixed_addresses(Unit& unit, bool fixed) {
   const auto lock = this->lock();
-  unit.options.keeps_storage = keeps;
-  if (keeps || unit.replicated_parameters() || unit.state() != ParameterState::kSharded) return;
+  unit.options.fixed_addresses = fixed;
+  if (fixed || unit.replicated_parameters() || unit.state() != ParameterState::kSharded) return;
   unit.whole.free();
   if (unit.whole.extension) unit.whole.extension->free();
 }

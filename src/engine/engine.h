@@ -140,7 +140,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void unshard(Unit& unit, bool wait);
   void reshard(Unit& unit);
   /// Sets whether the unit's whole parameters keep their memory, and therefore their addresses, while they are resharded.
-  void set_keeps_storage(Unit& unit, bool keeps);
+  void set_fixed_addresses(Unit& unit, bool fixed);
   void reset();
   void set(const StepSettings& settings);
   /// What this rank owns of the model, for those who read and write it between steps.

@@ -47,7 +47,7 @@ void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
 /// Takes back the memory that begin() gave to a unit that stays sharded because of an exception, such as one from a user's gather format.
 void Gatherer::give_up(Unit& unit) {
   unit.whole.wire.release();
-  if (unit.options.keeps_storage) return;
+  if (unit.options.fixed_addresses) return;
   if (unit.whole.extension) unit.whole.extension->free();
   if (!unit.replicated_parameters()) unit.whole.free();
 }
@@ -100,7 +100,7 @@ void Gatherer::finish_extension(Unit& unit) {
   } catch (...) {
     // The data that have arrived are given up. The unit is gathered again when it is next used.
     unit.set_state(ParameterState::kSharded);
-    if (!unit.replicated_parameters() && !unit.options.keeps_storage) unit.whole.free();
+    if (!unit.replicated_parameters() && !unit.options.fixed_addresses) unit.whole.free();
     after_error([&] { unit.whole.extension->free(); });
     throw;
   }
@@ -119,18 +119,18 @@ void Gatherer::widen(Unit& unit) {
 }
 
 bool Gatherer::leave_forward(Unit& unit) {
-  const bool has_room = unit.options.kept_after_forward || kept_bytes_ + unit.whole.buffer.bytes <= keep_bytes_;
+  const bool has_room = unit.options.kept_by_budget || kept_bytes_ + unit.whole.buffer.bytes <= keep_gathered_bytes_;
   if (!unit.replicated_parameters() && has_room) {
     kept_bytes_ += unit.whole.buffer.bytes;
     return true;
   }
-  if (unit.communicators.post_forward && unit.state() == ParameterState::kPresent) keep_part(unit);
+  if (unit.communicators.post_forward && unit.state() == ParameterState::kPresent) copy_to_post_forward_mesh(unit);
   free(unit);
   return false;
 }
 
-/// This rank's part of the copy that neighbours keep between them after forward.
-void Gatherer::keep_part(Unit& unit) {
+/// Fills this rank's part of the copy.
+void Gatherer::copy_to_post_forward_mesh(Unit& unit) {
   const auto& neighbours = unit.communicators.post_forward;
   write_back(unit);
   unit.whole.post_forward.acquire(pools_.of_gathers(), memory::Kind::kGatheredParameters);
@@ -154,7 +154,7 @@ void Gatherer::free(Unit& unit) {
   write_back(unit);
   if (unit.replicated_parameters()) return;
   unit.set_state(ParameterState::kSharded);
-  if (unit.options.keeps_storage) return;
+  if (unit.options.fixed_addresses) return;
   unit.whole.free();
   if (unit.whole.extension) unit.whole.extension->free();
 }

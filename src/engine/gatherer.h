@@ -20,8 +20,9 @@ namespace fsdp::engine {
 /// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
 class Gatherer {
  public:
-  /// Units of up to `keep_bytes` together stay gathered after their forward.
-  Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_bytes) : device_(device), pools_(pools), keep_bytes_(keep_bytes) {}
+  /// Units of up to `keep_gathered_bytes` together stay gathered after their forward.
+  Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_gathered_bytes)
+      : device_(device), pools_(pools), keep_gathered_bytes_(keep_gathered_bytes) {}
 
   /// Null: nobody observes.
   void set_observer(StepObserver* observer) { observer_ = observer; }
@@ -30,12 +31,12 @@ class Gatherer {
   void start(Unit& unit);
   /// Waits for the gather, and starts it first if necessary.
   void finish(Unit& unit);
-  /// Called when forward has left the unit. If it is to be kept, or `keep_bytes` has room for it, it stays gathered until unkeep, and this
-  /// returns true. Otherwise it is freed, except for the part that neighbours keep.
+  /// Called when forward has left the unit. If a memory budget keeps it, or keep_gathered_bytes has room for it, it stays gathered until
+  /// unkeep, and this returns true. Otherwise it is freed, except for this rank's part of the copy on the post-forward mesh.
   bool leave_forward(Unit& unit);
   /// Takes a kept unit's bytes from the sum again.
   void unkeep(const Unit& unit) { kept_bytes_ -= unit.whole.buffer.bytes; }
-  /// Writes back what operators wrote, and frees the unit, including the part that neighbours keep. Waits for a gather under way first.
+  /// Writes back what operators wrote, and frees the unit, also on the post-forward mesh. Waits for a gather under way first.
   void evict(Unit& unit);
   /// Ends a gather under way after a failure. The data that arrived are not used.
   void drop(Unit& unit);
@@ -71,12 +72,12 @@ class Gatherer {
   static void await_shards(Unit& unit);
   void widen(Unit& unit);
   static void finish_extension(Unit& unit);
-  void keep_part(Unit& unit);
+  void copy_to_post_forward_mesh(Unit& unit);
   void free(Unit& unit);
 
   c10::Device device_;
   BufferPools& pools_;
-  std::int64_t keep_bytes_;
+  std::int64_t keep_gathered_bytes_;
   std::int64_t kept_bytes_ = 0;
   StepObserver* observer_ = nullptr;
 };

@@ -43,13 +43,13 @@ std::vector<comm::Communicator*> communicators_of(std::span<const std::unique_pt
   return once;
 }
 
-UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours) {
+UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t post_forward) {
   const auto& inner = mesh.dims().back().name;
   UnitCommunicators communicators;
   communicators.gather = mesh.communicator(inner);
   communicators.reduce = separate_reduce_group ? mesh.second_communicator(inner) : communicators.gather;
   if (mesh.dims().size() == 2 && mesh.dims().front().size > 1) communicators.outer = mesh.communicator(mesh.dims().front().name);
-  if (neighbours != 0) communicators.post_forward = mesh.second_communicator(inner, neighbours);
+  if (post_forward != 0) communicators.post_forward = mesh.second_communicator(inner, post_forward);
   return communicators;
 }
 
@@ -116,7 +116,7 @@ comm::Label Unit::label(const char* operation) const {
   const auto add = [&](bool on) { switches |= std::uint64_t{on} << bit++; };  // in the order of kSwitches
   add(options.requires_gradient_sync);
   add(options.requires_all_reduce);
-  add(options.reshard_after_forward);
+  add(options.reshards_after_forward());
   add(options.reshard_after_backward);
   add(place.facts == nullptr || place.facts->is_last_backward);
   add(place.facts != nullptr && place.facts->manual_finalization);

@@ -97,23 +97,27 @@ struct SubBufferFormat {
   bool gathers_main() const { return compute == main && gather == nullptr; }
 };
 
+/// What happens to the whole parameters of a unit after forward.
+enum class AfterForward : std::uint8_t {
+  kReshard,         ///< They are freed. If the unit has a post-forward mesh, a copy stays there until the unit is gathered again.
+  kUntilBackward,   ///< They stay for backward. The next root forward gathers them again.
+  kAcrossForwards,  ///< They stay for backward, and also for the next root forward [Current when forward begins].
+};
+
 struct UnitOptions {
   Placements placements;
   /// The main parameters and optimizer state are sharded over the outer dimension as well (HFSDP).
   bool outer_sharded_optimizer = false;
-  bool reshard_after_forward = true;
+  AfterForward after_forward = AfterForward::kReshard;
   bool reshard_after_backward = true;
-  /// With reshard_after_forward: whether whole parameters stay from forward into backward nevertheless, as a memory budget has chosen.
-  bool kept_after_forward = false;
+  /// With kReshard: whether whole parameters stay for backward nevertheless, as a memory budget has chosen.
+  bool kept_by_budget = false;
   /// Whether a memory budget has chosen that the program repeats the unit's forward in backward.
   bool recomputes = false;
-  /// Whether whole parameters that stay after forward also serve the next root forward [Current when forward begins]. Otherwise they stay
-  /// for backward only.
-  bool kept_across_forwards = false;
   /// False if no update follows this backward, although it gives gradients: later backwards add to them first.
   bool updated_after_backward = true;
-  /// Whether whole parameters are only outdated instead of freed, so that they have the same addresses when they are gathered again.
-  bool keeps_storage = false;
+  /// Whether whole parameters are not freed when they are resharded, so that they have the same addresses when they are gathered again.
+  bool fixed_addresses = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
   double gradient_divide_factor = 0;
   /// The policy as the user gave it. SubBufferFormat has the dtypes that follow from it.
@@ -122,6 +126,8 @@ struct UnitOptions {
   bool requires_all_reduce = true;
   Offload offload = Offload::kNone;
   memory::HostMemoryKind host_memory = memory::HostMemoryKind::kPinned;  ///< The kind of host memory for offloaded data.
+
+  bool reshards_after_forward() const { return after_forward == AfterForward::kReshard; }
 };
 
 /// The facts of a model, beside its units, that must be the same on all ranks.
@@ -137,16 +143,15 @@ struct UnitCommunicators {
   std::shared_ptr<comm::Communicator> gather;        ///< All-gathers of parameters along the sharding dimension.
   std::shared_ptr<comm::Communicator> reduce;        ///< Its reductions: the same ranks, perhaps another process group.
   std::shared_ptr<comm::Communicator> outer;         ///< The outer dimension; null on a 1-D mesh.
-  std::shared_ptr<comm::Communicator> post_forward;  ///< Neighbours that keep a copy between them after forward; null: none is kept.
+  std::shared_ptr<comm::Communicator> post_forward;  ///< The post-forward mesh: ranks that have a copy between them; or null.
 
   int outer_size() const { return outer ? outer->size() : 1; }
   int outer_rank() const { return outer ? outer->rank() : 0; }
 };
 
-/// Returns the communicators of a unit on this mesh, whose last dimension shards. All units of a mesh share them. `neighbours` is the
-/// number of ranks that keep a copy between them after forward; 0 if none is kept. Collective over the mesh if a communicator has to be
-/// made.
-UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t neighbours);
+/// Returns the communicators of a unit on this mesh, whose last dimension shards. All units of a mesh share them. `post_forward`
+/// is the number of ranks of the post-forward mesh; 0 if there is none. Collective over the mesh if a communicator has to be made.
+UnitCommunicators communicators_of(const DeviceMesh& mesh, bool separate_reduce_group, std::int64_t post_forward);
 
 struct Unit;
 
@@ -173,7 +178,7 @@ struct WholeParameters {
   Buffer buffer;
   at::Tensor memory;    ///< The memory of `buffer`, if parameters are replicated.
   Buffer wire;          ///< The bytes of sub-buffers that are sent in a gather format; it has bytes during a gather only.
-  Buffer post_forward;  ///< This rank's part of the copy that neighbours keep after forward; it has bytes until the unit is gathered again.
+  Buffer post_forward;  ///< This rank's part of the copy on the post-forward mesh; it has bytes until the unit is gathered.
   std::unique_ptr<comm::Pending> gather;
   std::shared_ptr<GatherExtension> extension;  ///< Gathers the extended sub-buffers; null if there are none.
 

@@ -96,7 +96,7 @@ BudgetedModel::BudgetedModel(const torch::nn::Module& module, const shard::Model
 void BudgetedModel::apply_to(engine::Engine& engine) {
   const auto has = [](const std::vector<bool>& units, std::size_t k) { return !units.empty() && units[k]; };
   for (const auto& unit : engine.units()) {
-    unit->options.kept_after_forward = has(chosen_.choice.kept, unit->place.index);
+    unit->options.kept_by_budget = has(chosen_.choice.kept, unit->place.index);
     unit->options.recomputes = has(chosen_.choice.recomputed, unit->place.index);
   }
   if (auto grown = model_.settings().grown(engine.units(), false)) model_.set_settings(*std::move(grown));

@@ -119,7 +119,7 @@ std::int64_t inner_size(const DeviceMesh& mesh) { return mesh.dims().back().size
 bool has_outer(const DeviceMesh& mesh) { return mesh.dims().size() == 2 && mesh.dims().front().size > 1; }
 
 engine::UnitCommunicators communicators_of(const UnitSpec& spec) {
-  return engine::communicators_of(spec.mesh, spec.separate_reduce_group, spec.reshard_after_forward_size);
+  return engine::communicators_of(spec.mesh, spec.separate_reduce_group, spec.post_forward_size);
 }
 
 }  // namespace
@@ -180,8 +180,8 @@ void HookedUnit::set_separate_reduce_group(bool separate) {
   unit_->communicators.reduce = communicators_of(spec_).reduce;
 }
 
-void HookedUnit::forget_neighbours() {
-  spec_.reshard_after_forward_size = 0;
+void HookedUnit::drop_post_forward_mesh() {
+  spec_.post_forward_size = 0;
   unit_->communicators.post_forward = nullptr;
 }
 
@@ -263,7 +263,7 @@ at::Tensor HookedUnit::whole(std::size_t i) const {
                          spec_.parameters[i].shape);
 }
 
-at::Tensor HookedUnit::kept(std::size_t i, const std::vector<std::int64_t>& shape) const {
+at::Tensor HookedUnit::post_forward_shard(std::size_t i, const std::vector<std::int64_t>& shape) const {
   const auto& part = unit_->whole.post_forward.parts.at(unit_->layout.positions()[i].sub_buffer);
   return engine::view_of(unit_->whole.post_forward.storage, seen_dtype(spec_.parameters[i], part.scalar_type()),
                          part.storage_offset() * static_cast<std::int64_t>(part.itemsize()), shape);

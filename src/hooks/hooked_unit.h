@@ -42,7 +42,7 @@ struct UnitSpec {
   engine::UnitOptions options;
   std::optional<at::ScalarType> param_dtype;   ///< The dtype of the whole parameters in forward and backward; by default their own.
   std::optional<at::ScalarType> reduce_dtype;  ///< The dtype in which gradients are sent; by default the dtype in which they are computed.
-  std::int64_t reshard_after_forward_size = 0;
+  std::int64_t post_forward_size = 0;
   bool separate_reduce_group = false;
   bool rounds_gradients = true;  ///< Whether sums of gradients, which are made in fp32, are rounded to reduce_dtype, as FSDP2's are.
 };
@@ -72,8 +72,8 @@ class HookedUnit {
   /// Gathers the extended parameters from now on.
   void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->whole.extension = std::move(extension); }
 
-  /// From now on neighbours keep no copy between them after forward. Not while they have one.
-  void forget_neighbours();
+  /// From now on no copy stays on the post-forward mesh. Not while there is one.
+  void drop_post_forward_mesh();
 
   /// Rows, or slices along shard_dim, that this rank owns of parameter i.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
@@ -92,9 +92,9 @@ class HookedUnit {
   void tie(std::size_t i, const at::Tensor& shard);
   /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
   at::Tensor whole(std::size_t i) const;
-  /// If neighbours keep a copy between them after forward, returns this rank's part of parameter i, in the given shape, over memory that
-  /// comes and goes. The parts are equal and in the order of the elements.
-  at::Tensor kept(std::size_t i, const std::vector<std::int64_t>& shape) const;
+  /// Returns this rank's part of parameter i on the post-forward mesh, in the given shape, over memory that comes and goes. The parts are
+  /// equal and in the order of the elements.
+  at::Tensor post_forward_shard(std::size_t i, const std::vector<std::int64_t>& shape) const;
   /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.

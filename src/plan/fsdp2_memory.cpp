@@ -14,8 +14,8 @@ using engine::Unit;
 bool has_counterpart(const Unit& unit) {
   const auto& options = unit.options;
   if (options.placements != Placements::optim_grads_params() || options.outer_sharded_optimizer) return false;
-  if (options.offload == Offload::kOptimizerState || options.kept_after_forward) return false;
-  if (!options.reshard_after_forward && unit.place.index != 0) return false;  // How long FSDP2 then has its buffers is not known here.
+  if (options.offload == Offload::kOptimizerState || options.kept_by_budget) return false;
+  if (!options.reshards_after_forward() && unit.place.index != 0) return false;  // How long FSDP2 then has its buffers is not known here.
   return std::ranges::all_of(unit.formats, [](const engine::SubBufferFormat& format) {
     return format.gather == nullptr && !format.extended && format.main_gradient == format.main;
   });
@@ -102,7 +102,7 @@ class FSDP2Step {
   const std::vector<std::unique_ptr<Unit>>& units() const { return model_.engine.units(); }
   State& state(const Unit& unit) { return state_[unit.place.index]; }
   bool stays(const Unit& unit) const {
-    return !unit.options.reshard_after_forward || (model_.root_stays && unit.place.index == 0 && unit.place.parent == nullptr);
+    return !unit.options.reshards_after_forward() || (model_.root_stays && unit.place.index == 0 && unit.place.parent == nullptr);
   }
 
   void look() {

@@ -183,7 +183,7 @@ PlannedModel::Steps PlannedModel::make(const Choice& choice) const {
     settings_.apply_to(unit->options, k);
     unit->options.requires_gradient_sync = unit->options.requires_gradient_sync && planned_.sync_each_microbatch;
     unit->options.requires_all_reduce = unit->options.requires_all_reduce && planned_.sync_each_microbatch;
-    unit->options.kept_after_forward = !choice.kept.empty() && choice.kept[k];
+    unit->options.kept_by_budget = !choice.kept.empty() && choice.kept[k];
   }
   steps.microbatches = microbatches();
   steps.passes = planned_.order.forward.empty() ? passes_ : given_order(planned_.order, *steps.engine);

@@ -263,7 +263,7 @@ Keepable PlannedSteps::activations_of(const PlannedUnit& unit, std::size_t index
 }
 
 Keepable PlannedSteps::parameters_of(const Unit& unit) const {
-  if (unit.replicated_parameters() || !unit.options.reshard_after_forward) return {};
+  if (unit.replicated_parameters() || !unit.options.reshards_after_forward()) return {};
   std::vector<std::size_t> present;
   for (std::size_t t = 0; t < moments_.size(); ++t) {
     if (moments_[t].present[unit.place.index]) present.push_back(t);
@@ -347,7 +347,7 @@ void PlannedSteps::forward() {
     }
     if (visit.what == What::kEnd) {
       engine_->end_unit_forward(unit);
-      if (unit.communicators.post_forward != nullptr && unit.options.reshard_after_forward) engine_->leave_now(unit);
+      if (unit.communicators.post_forward != nullptr && unit.options.reshards_after_forward()) engine_->leave_now(unit);
     }
     note_moment();
   }

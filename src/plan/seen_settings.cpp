@@ -17,7 +17,7 @@ std::optional<SeenSettings> SeenSettings::grown(std::span<const std::unique_ptr<
   for (std::size_t k = 0; k < units.size(); ++k) {
     const auto& options = units[k]->options;
     auto& seen = grown.units_[k];
-    seen.reshard_after_forward = seen.reshard_after_forward && options.reshard_after_forward;
+    seen.reshard_after_forward = seen.reshard_after_forward && options.reshards_after_forward();
     seen.reshard_after_backward = seen.reshard_after_backward && options.reshard_after_backward;
     seen.requires_gradient_sync = seen.requires_gradient_sync && options.requires_gradient_sync;
     // Without an outer dimension, it changes nothing.
@@ -33,7 +33,7 @@ std::optional<SeenSettings> SeenSettings::grown(std::span<const std::unique_ptr<
 void SeenSettings::apply_to(engine::UnitOptions& options, std::size_t unit) const {
   if (units_.empty()) return;
   const auto& seen = units_[unit];
-  options.reshard_after_forward = seen.reshard_after_forward;
+  if (!seen.reshard_after_forward && options.reshards_after_forward()) options.after_forward = engine::AfterForward::kUntilBackward;
   options.reshard_after_backward = seen.reshard_after_backward;
   options.requires_gradient_sync = seen.requires_gradient_sync;
   options.requires_all_reduce = seen.requires_all_reduce;

@@ -433,7 +433,8 @@ engine::UnitOptions unit_options(const UnitPlan& plan, const FullyShardOptions& 
   engine::UnitOptions unit_options;
   unit_options.placements = options.placements;
   unit_options.outer_sharded_optimizer = options.outer_placements == Placements::optim() && communicators.outer != nullptr;
-  unit_options.reshard_after_forward = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  const bool reshards = plan.settings.reshard_after_forward.value_or(options.reshard_after_forward);
+  unit_options.after_forward = reshards ? engine::AfterForward::kReshard : engine::AfterForward::kUntilBackward;
   unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
   unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
   unit_options.offload = options.offload;

@@ -102,10 +102,10 @@ void ShownUnit::show() {
   put(Shown::kWhole);
 }
 
-void ShownUnit::show_kept() {
+void ShownUnit::show_post_forward() {
   if (!hooked_->unit().whole.post_forward.live()) return;  // The unit stays whole.
-  train_as_shards(Shown::kKept);
-  put(Shown::kKept);
+  train_as_shards(Shown::kPostForward);
+  put(Shown::kPostForward);
 }
 
 void ShownUnit::hide() {

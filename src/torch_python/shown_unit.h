@@ -12,11 +12,11 @@
 
 namespace fsdp::torch_python {
 
-/// The form of a unit's parameters that its modules have. show(), show_kept() and hide() change it, from any form to any other.
+/// The form of a unit's parameters that its modules have. show(), show_post_forward() and hide() change it, from any form to any other.
 enum class Shown : std::uint8_t {
   kShards,
   kWhole,
-  kKept,  ///< The part that this rank keeps after forward, if neighbours keep a copy between them.
+  kPostForward,  ///< This rank's part of the copy on the post-forward mesh.
 };
 
 /// A unit together with the Python modules that have its parameters. All members need the GIL.
@@ -26,13 +26,13 @@ class ShownUnit {
 
   /// The parameter that modules have between steps, and the one that they have while they compute.
   void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
-  /// The parameter that modules have between forward and backward, where neighbours keep a copy; without one, they have the shard then.
-  void set_kept(std::size_t i, pybind11::object kept) { parameters_.at(i).kept = std::move(kept); }
+  /// The parameter that modules have between forward and backward if the unit has a post-forward mesh; without one, they have the shard.
+  void set_post_forward(std::size_t i, pybind11::object parameter) { parameters_.at(i).post_forward = std::move(parameter); }
   /// Says that a module has parameter i under `name`. The parameter is written directly into `parameters`, the module's dictionary. If
   /// `module` (a weak reference) is given, it is set by setattr instead, for modules that do more when a parameter is set.
   void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
   void show();
-  void show_kept();
+  void show_post_forward();
   void hide();
   /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
   /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
@@ -69,7 +69,7 @@ class ShownUnit {
     pybind11::object shard;
     const c10::TensorImpl* tensor = nullptr;  ///< The shard's TensorImpl. swap_tensors gives the Python object another one.
     pybind11::object whole;
-    pybind11::object kept;
+    pybind11::object post_forward;
     const c10::StorageImpl* own_memory =
         nullptr;  ///< The storage of the shard when it was set (a DTensor's is empty). It is compared, and never read.
     std::vector<Place> places;
@@ -78,10 +78,10 @@ class ShownUnit {
                            ///< differs now, it was changed.
     std::uint32_t version = 0;  ///< The version of the whole form when modules began to have it.
 
-    /// Returns the parameter in this form. If there is no kept form, the shard serves for it.
+    /// Returns the parameter in this form. If there is no form on the post-forward mesh, it is the shard.
     const pybind11::object& as(Shown form) const {
       if (form == Shown::kWhole) return whole;
-      return form == Shown::kKept && kept ? kept : shard;
+      return form == Shown::kPostForward && post_forward ? post_forward : shard;
     }
   };
   bool has_its_rows(std::size_t i) const;

@@ -132,7 +132,7 @@ def _choose(
         microbatches=budget.microbatches,
     )
     for one, keeps in zip(units, kept, strict=True):
-        _unit_of(one.state).kept_after_forward = keeps
+        _unit_of(one.state).kept_by_budget = keeps
     chosen = {one.name for one, recomputes in zip(units, recomputed, strict=True) if recomputes}
     for one in units:
         for module in one.state.modules:

@@ -240,7 +240,7 @@ class Model:
                 position_of[state] = len(position_of)
                 self.engine.add(state.unit, parent)
                 state.connect()
-                state.unit.kept_after_forward = False
+                state.unit.kept_by_budget = False
                 for module in state.modules:
                     set_recomputes(module, False)
                 units.append(BudgetedUnit(name or "(root)", state, parent))
@@ -382,7 +382,7 @@ class Model:
                 self.end_unit_forward(state, outputs)
         if not torch.is_grad_enabled():
             for state in self._with_units:
-                if state.unit is not None and not state.unit.kept_across_forwards:
+                if state.after_forward is not _C.AfterForward.ACROSS_FORWARDS:
                     state.reshard()
         if gives:
             self.engine.end_forward()
@@ -394,10 +394,10 @@ class Model:
         hides = state.reshards_after_forward
         if not state.unit.leave(outputs, hides) or not hides:
             return
-        if self.leaves_at_once or state.kept_mesh is not None:
+        if self.leaves_at_once or state.post_forward_mesh is not None:
             state.unit.leave_now()
-            if state.kept_mesh is not None and torch.is_grad_enabled():
-                state.unit.show_kept()
+            if state.post_forward_mesh is not None and torch.is_grad_enabled():
+                state.unit.show_post_forward()
 
     @untraced
     def _end_backward(self) -> bool:

@@ -80,7 +80,7 @@ class ShardedParameter:
         float8_block: if not 0, it is gathered in eight bits, with a scale for each block of this many elements.
         computes_in: the dtype that it had in the module, if its shards have another one (main_params_dtype).
         grad_dtype: the dtype of its gradient, if that is not its own.
-        kept: the parameter that modules have between forward and backward, if neighbours keep a copy.
+        post_forward: the parameter that modules have between forward and backward, if there is a post-forward mesh.
         extended: whether its tensor defines how it is gathered, or it is quantized.
         quantized: makes its whole form, if that has fewer bits than the shards.
         trainable: whether the unit has room for its gradient.
@@ -112,7 +112,7 @@ class ShardedParameter:
     kind: type[nn.Parameter] = nn.Parameter
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: nn.Parameter | None = field(default=None, repr=False)
-    kept: nn.Parameter | None = field(default=None, repr=False)
+    post_forward: nn.Parameter | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _parameters[self.identity] = self
@@ -222,7 +222,7 @@ def all_parameters() -> list[ShardedParameter]:
 def shard_of(tensor: torch.Tensor | None) -> Any:
     """Returns the shard of which the tensor is another form; any other tensor as it is."""
     parameter = parameter_of(tensor)
-    is_other_form = parameter is not None and (tensor is parameter.whole or tensor is parameter.kept)
+    is_other_form = parameter is not None and (tensor is parameter.whole or tensor is parameter.post_forward)
     return parameter.sharded if parameter is not None and is_other_form else tensor
 
 

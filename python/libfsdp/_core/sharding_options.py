@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from libfsdp import _C
 from libfsdp._core.precision import followed_grad_dtype, follows
 
 if TYPE_CHECKING:
@@ -81,6 +82,20 @@ class ShardingOptions:
     def is_replicated(self) -> bool:
         """True if each rank has all of each parameter (ZeRO-0)."""
         return self.placements == "no_shard"
+
+    @property
+    def after_forward(self) -> _C.AfterForward:
+        """What happens to whole parameters after forward. (The root of a model may keep them until backward.)"""
+        given = self.reshard_after_forward
+        reshards = given if isinstance(given, bool) else given != 1
+        return _C.AfterForward.RESHARD if reshards else _C.AfterForward.ACROSS_FORWARDS
+
+    def post_forward_size(self, ranks: int) -> int:
+        """Returns how many of these ranks have a copy of the parameters between them after forward; 0 if no copy is made."""
+        given = self.reshard_after_forward
+        if self.is_replicated or given is None or isinstance(given, bool):
+            return 0
+        return given if 1 < given < ranks else 0
 
     @property
     def offloads(self) -> bool:

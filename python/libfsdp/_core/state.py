@@ -27,7 +27,7 @@ from libfsdp._core.sharded_parameter import (
     rows_of,
     share_memory,
 )
-from libfsdp._core.unit_factory import kept_parameter, make_parameter, make_unit
+from libfsdp._core.unit_factory import make_parameter, make_unit, post_forward_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 # The options that users set on a unit. A unit that replaces another one gets them, too.
 _OPTIONS = (
     "reshard_after_backward",
-    "kept_across_forwards",
     "updated_after_backward",
     "requires_gradient_sync",
     "requires_all_reduce",
     "gradient_divide_factor",
     "gathered_in_backward",
     "has_all_reduce_hook",
-    "keeps_storage",
+    "fixed_addresses",
     "separate_reduce_group",
 )
 
@@ -74,20 +73,21 @@ class ShardState:
         self.options = options
         self.mp_policy = options.mp_policy
         self.extension: ExtendedParameters | None = None
-        self.kept_mesh: DeviceMesh | None = None
+        self.post_forward_mesh: DeviceMesh | None = None
         self.prefetch: dict[bool, Sequence[ShardState]] = {False: [], True: []}  # by "in backward"
         given = options.reshard_after_forward
         self.reshard_after_forward_is_automatic = given is None
         self.reshard_after_forward = True if given is None else given
-        if parameters and self.kept_size > 1:
+        self.after_forward = options.after_forward
+        self.reshards_after_forward = self.after_forward is _C.AfterForward.RESHARD  # Modules then show shards again.
+        self.post_forward_size = options.post_forward_size(mesh.shard_size)
+        if parameters and self.post_forward_size > 1:
             # Connecting to neighbours is collective, so ranks with another number of them, or none, would be waited for. Therefore the
             # ranks compare first.
-            self.mesh.engine_mesh.compare(f"reshard_after_forward={self.kept_size}")
-            self.kept_mesh = neighbours_mesh(self.mesh.mesh, self.kept_size)
+            self.mesh.engine_mesh.compare(f"reshard_after_forward={self.post_forward_size}")
+            self.post_forward_mesh = neighbours_mesh(self.mesh.mesh, self.post_forward_size)
         self.parameters = [make_parameter(managed, mesh, options) for managed in parameters]
         self.unit: _C.ShownUnit | None = self._make_unit() if parameters else None
-        if self.unit is not None:
-            self.unit.kept_across_forwards = not self.reshards_after_forward
         values = [managed.value for managed in parameters]
         if options.check_initial_values:
             compare(mesh, values, self.parameters)
@@ -95,24 +95,9 @@ class ShardState:
         self.initial_values = InitialValues(values, self.parameters)
 
     @property
-    def kept_size(self) -> int:
-        """Returns the number of neighbours that keep a copy between them after forward; 0 if no copy is kept."""
-        size = self.reshard_after_forward
-        if self.options.is_replicated:
-            return 0
-        return size if not isinstance(size, bool) and 1 < size < self.mesh.shard_size else 0
-
-    @property
     def is_trained(self) -> bool:
         """True if gradients of some parameter are collected."""
         return any(parameter.trainable for parameter in self.parameters)
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """True if modules show shards again after forward."""
-        if isinstance(self.reshard_after_forward, bool):
-            return self.reshard_after_forward
-        return self.reshard_after_forward != 1
 
     def _make_unit(self) -> _C.ShownUnit:
         return make_unit(
@@ -120,8 +105,8 @@ class ShardState:
             self.parameters,
             self.mesh,
             self.options,
-            reshards_after_forward=self.reshards_after_forward,
-            kept_size=self.kept_size,
+            after_forward=self.after_forward,
+            post_forward_size=self.post_forward_size,
         )
 
     @torch.no_grad()
@@ -182,11 +167,13 @@ class ShardState:
                     module = place.module
                     plain = getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
                     self.unit.add_place(i, module._parameters, place.name, None if plain else weakref.ref(module))
-                if self.kept_mesh is not None:
-                    parameter.kept = kept_parameter(parameter, i, self.unit, self.kept_mesh, self.mesh.shard_size)
-                    if parameter.kept is not None:
-                        vars(parameter.kept).update(attributes_of(parameter.sharded))
-                        self.unit.set_kept(i, parameter.kept)
+                if self.post_forward_mesh is not None:
+                    parameter.post_forward = post_forward_parameter(
+                        parameter, i, self.unit, self.post_forward_mesh, self.mesh.shard_size
+                    )
+                    if parameter.post_forward is not None:
+                        vars(parameter.post_forward).update(attributes_of(parameter.sharded))
+                        self.unit.set_post_forward(i, parameter.post_forward)
             self._connect_parameter(i)
         self._connect_extension()
 
@@ -392,29 +379,24 @@ class ShardState:
 
     # Calls of users.
 
-    def set_keeps_storage(self, keeps: bool) -> None:
-        """Whole parameters keep their memory while the modules show shards."""
-        if self.unit is not None:
-            self.unit.keeps_storage = keeps
-
     def set_reshard_after_forward(self, reshard: bool) -> None:
         self.reshard_after_forward_is_automatic = False
-        self._reshard_after_forward(reshard)
-        if self.unit is not None:
-            self.unit.kept_across_forwards = not reshard
+        self._set_after_forward(_C.AfterForward.RESHARD if reshard else _C.AfterForward.ACROSS_FORWARDS)
 
     def keep_until_backward(self) -> None:
         """Keeps the root gathered after forward, unless the user has set this, because backward begins with the root."""
-        self._reshard_after_forward(False)
+        self._set_after_forward(_C.AfterForward.UNTIL_BACKWARD)
 
-    def _reshard_after_forward(self, reshard: bool) -> None:
-        self.reshard_after_forward = reshard
-        if self.kept_mesh is not None and self.unit is not None:
+    def _set_after_forward(self, after_forward: _C.AfterForward) -> None:
+        self.after_forward = after_forward
+        self.reshard_after_forward = self.reshards_after_forward = after_forward is _C.AfterForward.RESHARD
+        if self.post_forward_mesh is not None and self.unit is not None:
             self.reshard()
-            self.unit.forget_neighbours()
-        self.kept_mesh = None
+            self.unit.drop_post_forward_mesh()
+        self.post_forward_mesh = None
+        self.post_forward_size = 0
         if self.unit is not None:
-            self.unit.reshard_after_forward = reshard
+            self.unit.after_forward = after_forward
 
     def wait_for_unshard(self) -> None:
         """Waits for the gather that unshard has started."""

@@ -73,8 +73,8 @@ def make_unit(
     mesh: ShardingMesh,
     options: ShardingOptions,
     *,
-    reshards_after_forward: bool,
-    kept_size: int,
+    after_forward: _C.AfterForward,
+    post_forward_size: int,
 ) -> _C.ShownUnit:
     """Makes the unit of some parameters from their present form.
 
@@ -83,8 +83,8 @@ def make_unit(
         parameters: the parameters.
         mesh: the ranks.
         options: the options of the call.
-        reshards_after_forward: the present setting.
-        kept_size: the number of neighbours that keep a copy between them after forward; 0 if no copy is kept.
+        after_forward: the present setting.
+        post_forward_size: the number of ranks of the post-forward mesh; 0 if there is none.
 
     Raises:
         NotImplementedError: for parameters with fsdp_pre_all_gather, and options that they can't have.
@@ -92,7 +92,7 @@ def make_unit(
     for parameter in parameters:
         differentiable = parameter.dtype.is_floating_point or parameter.dtype.is_complex
         parameter.trainable = parameter.sharded.requires_grad and differentiable
-    refuse_extended(parameters, options, is_size=kept_size > 1)
+    refuse_extended(parameters, options, is_size=post_forward_size > 1)
     given = [
         _C.ParameterSpec(
             name=p.name,
@@ -114,8 +114,8 @@ def make_unit(
         given,
         mesh.engine_mesh,
         placements=options.placements,
-        reshard_after_forward=reshards_after_forward,
-        reshard_after_forward_size=kept_size,
+        after_forward=after_forward,
+        post_forward_size=post_forward_size,
         param_dtype=options.mp_policy.param_dtype,
         reduce_dtype=options.mp_policy.reduce_dtype,
         offload=options.offloads,
@@ -125,19 +125,18 @@ def make_unit(
     )
 
 
-def kept_parameter(
+def post_forward_parameter(
     parameter: ShardedParameter, i: int, unit: _C.ShownUnit, mesh: DeviceMesh, ranks: int
 ) -> nn.Parameter | None:
-    """Returns the parameter as a DTensor over the neighbours, in memory that comes and goes.
+    """Returns the parameter as a DTensor over the post-forward mesh, in memory that comes and goes.
 
-    Returns None if the part that this rank keeps is not the one that torch.chunk would give it. Its module then shows
-    the shard.
+    Returns None if this rank's part is not the one that torch.chunk would give it. Its module then shows the shard.
 
     Args:
         parameter: the parameter of the unit.
         i: its position in the unit.
-        unit: the unit, of which a copy is kept after forward.
-        mesh: rows of neighbours, each of which has a copy between them.
+        unit: the unit.
+        mesh: the post-forward mesh: two dimensions, of which the second shards a copy.
         ranks: the ranks over which the parameter is sharded.
     """
     neighbours = mesh.size(1)
@@ -150,7 +149,7 @@ def kept_parameter(
     spec = DTensorSpec(
         mesh, (Replicate(), Shard(0)), tensor_meta=TensorMeta(parameter.shape, stride, parameter.whole.dtype)
     )
-    local = unit.kept(i, shape)
-    kept = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=False)
-    kept._libfsdp_identity = parameter.identity
-    return kept
+    local = unit.post_forward_shard(i, shape)
+    form = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=False)
+    form._libfsdp_identity = parameter.identity
+    return form

@@ -165,8 +165,8 @@ class _GroupView(_View):
     @property
     def post_forward_mesh_info(self) -> Any:
         """None keeps the parameters after forward, and mesh_info frees them; with a number, neighbours keep a copy."""
-        if self._state.kept_mesh is not None:
-            return fsdp2.HSDPMeshInfo(self._state.kept_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if self._state.post_forward_mesh is not None:
+            return fsdp2.HSDPMeshInfo(self._state.post_forward_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         return self.mesh_info if self._reshard_after_forward else None
 
     @post_forward_mesh_info.setter

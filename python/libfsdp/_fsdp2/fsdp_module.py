@@ -177,7 +177,8 @@ class FSDPModule:
         """
         keep = as_flag("keep", keep)
         for state in self._states(recurse):
-            state.set_keeps_storage(keep)
+            if state.unit is not None:
+                state.unit.fixed_addresses = keep
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards add up gradients on this rank, without communication, until one with True.

@@ -417,21 +417,10 @@ def _unit(
     name: str, parameters: list[ShardedParameter], ranks: PlannedRanks, options: ShardingOptions, *, is_root: bool
 ) -> _C.ShownUnit:
     """Returns the unit, with the settings that a state of fully_shard gives it."""
-    given = options.reshard_after_forward
-    kept = given if not isinstance(given, bool) and given is not None and 1 < given < ranks.shard_size else 0
-    reshards = given if isinstance(given, bool) else given != 1
-    unit = make_unit(
-        name,
-        parameters,
-        ranks,
-        options,
-        reshards_after_forward=reshards,
-        kept_size=0 if options.is_replicated else kept,
-    )
-    unit.kept_across_forwards = not reshards
-    if is_root and given is None:  # Backward begins with the root.
-        unit.reshard_after_forward = False
-    return unit
+    after_forward, size = options.after_forward, options.post_forward_size(ranks.shard_size)
+    if is_root and options.reshard_after_forward is None:  # Backward begins with the root.
+        after_forward = _C.AfterForward.UNTIL_BACKWARD
+    return make_unit(name, parameters, ranks, options, after_forward=after_forward, post_forward_size=size)
 
 
 def _read(planned: _C.Plan, inputs: Mapping[str, int]) -> Plan:

@@ -65,7 +65,7 @@ class LocalShards(list[LocalShard]):
             id(form): parameter.sharded
             for state in _states_of(self._model)
             for parameter in state.parameters
-            for form in (parameter.whole, parameter.kept)
+            for form in (parameter.whole, parameter.post_forward)
             if form is not None
         }
 

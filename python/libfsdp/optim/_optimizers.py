@@ -73,7 +73,7 @@ def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _O
             had.add(id(p))
         elif p.grad is None and p is parameter.before():
             earlier.append(parameter.name)
-        elif p.grad is None and (p is parameter.whole or p is parameter.kept):
+        elif p.grad is None and (p is parameter.whole or p is parameter.post_forward):
             whole.append(parameter.name)
     _tell(optimizer, earlier, "from before fully_shard, which the model has no more", "after fully_shard")
     _tell(

@@ -177,7 +177,7 @@ std::int64_t planned(FullyShardOptions options) {
 std::vector<std::string> kept_of(const torch::nn::Module& module) {
   std::vector<std::string> names;
   for (const auto& unit : fsdp::handle(module).engine()->units()) {
-    if (unit->options.kept_after_forward) names.push_back(unit->name);
+    if (unit->options.kept_by_budget) names.push_back(unit->name);
   }
   return names;
 }

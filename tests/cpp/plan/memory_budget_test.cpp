@@ -162,7 +162,7 @@ void expect_fewest_recompute(int ranks) {
         choice.recomputed[1 + b] = blocks[b];
         EXPECT_EQ(model->blocks[b]->forwards, (blocks[b] ? 2 : 1) * kSteps);
       }
-      for (const auto& unit : sharded.engine()->units()) choice.kept.push_back(unit->options.kept_after_forward);
+      for (const auto& unit : sharded.engine()->units()) choice.kept.push_back(unit->options.kept_by_budget);
       const auto observed = plans.observe(choice);
       EXPECT_LE(observed.most, bytes);
       EXPECT_EQ(sharded.memory_stats().total.peak, observed.plan.memory.total.peak);
@@ -383,7 +383,7 @@ TEST(MemoryBudget, IsAdjustedToMeasuredActivations) {
     train(model, 2);
     const auto kept = [&] {
       std::vector<bool> units;
-      for (const auto& unit : sharded.engine()->units()) units.push_back(unit->options.kept_after_forward);
+      for (const auto& unit : sharded.engine()->units()) units.push_back(unit->options.kept_by_budget);
       return units;
     };
     EXPECT_EQ(std::ranges::count(kept(), true), 5) << unknown;
