@@ -18,9 +18,9 @@
 #include "bindings/planned_units.h"
 #include "fsdp/error.h"
 #include "fsdp/plan.h"
-#include "hooks/hooked_model.h"
 #include "plan/planned_mesh.h"
 #include "plan/seen_settings.h"
+#include "torch_python/shown_model.h"
 
 namespace py = pybind11;
 
@@ -42,9 +42,9 @@ std::vector<PlannedSpec> specs_of(const std::vector<GivenUnit>& units, const pla
   std::vector<PlannedSpec> specs;
   std::vector<std::pair<std::pair<bool, std::int64_t>, planning::PlannedMeshes>> twins;
   for (const auto& [shown, parent, _] : units) {
-    auto spec = shown->hooked()->spec();
-    spec.name = shown->hooked()->unit().name;
-    spec.options = shown->hooked()->unit().options;
+    auto spec = shown->spec();
+    spec.name = shown->unit().name;
+    spec.options = shown->unit().options;
     spec.options.kept_by_budget = false;
     settings.apply_to(spec.options, specs.size());
     const std::pair key{spec.separate_reduce_group, spec.post_forward_size};
@@ -191,8 +191,8 @@ void bind_budget(py::module_& module) {
       .def(py::init<>())
       .def(
           "grown",
-          [](const planning::SeenSettings& settings, hooks::HookedModel& model, bool gradients_add_up) {
-            return settings.grown(model.engine().units(), gradients_add_up);
+          [](const planning::SeenSettings& settings, torch_python::ShownModel& model, bool gradients_add_up) {
+            return settings.grown(model.engine()->units(), gradients_add_up);
           },
           "With the settings that the model's units have now; None if a step does not need more with them.");
   module.def(

@@ -15,8 +15,7 @@
 #include "export/chosen_entries.h"
 #include "export/weight_stream.h"
 #include "fsdp/error.h"
-#include "hooks/hooked_model.h"
-#include "torch_python/shown_unit.h"
+#include "torch_python/shown_model.h"
 
 namespace py = pybind11;
 
@@ -69,7 +68,7 @@ std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
     entries.push_back({.names = names,
                        .shape = shape,
                        .own = own,
-                       .unit = unit == nullptr ? nullptr : &unit->hooked()->unit(),
+                       .unit = unit == nullptr ? nullptr : &unit->unit(),
                        .parameter = parameter,
                        .cut = cut,
                        .assembly = assembly_of(assembly),
@@ -79,11 +78,11 @@ std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
   return entries;
 }
 
-std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<hooks::HookedModel>>& models, const GivenState& state,
+std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<torch_python::ShownModel>>& models, const GivenState& state,
                                           std::int64_t bucket_bytes, const py::object& dtype, WeightReceivers ranks,
                                           std::shared_ptr<WeightSnapshot> since, std::string problem, std::vector<DeviceMesh> meshes) {
   weights::Request request;
-  for (const auto& model : models) request.engines.push_back(model->shared_engine());
+  for (const auto& model : models) request.engines.push_back(model->engine());
   request.meshes = std::move(meshes);
   const auto& [entries, adapters, come] = state;
   request.entries = entries_of(entries);

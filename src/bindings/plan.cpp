@@ -17,10 +17,10 @@
 #include "base/size_text.h"
 #include "bindings/bindings.h"
 #include "bindings/planned_units.h"
+#include "engine/engine.h"
 #include "fsdp/goodput.h"
 #include "fsdp/simulate.h"
 #include "fsdp/size.h"
-#include "hooks/hooked_model.h"
 #include "plan/fsdp2_memory.h"
 #include "plan/planned_step.h"
 #include "torch_python/shown_unit.h"
@@ -44,9 +44,8 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
   std::int64_t of_optimizer_on_host = 0;
   std::int64_t of_optimizer_on_device = 0;
   for (const auto& [shown, parent, bytes] : units) {
-    auto& hooked = *shown->hooked();
-    of_optimizer.push_back(optimizer_bytes(hooked, optimizer_values));
-    auto& unit = engine->add(hooked.release({}));
+    of_optimizer.push_back(optimizer_bytes(*shown, optimizer_values));
+    auto& unit = engine->add(shown->release({}));
     if (parent) unit.place.parent = engine->units()[*parent].get();
     unit.allocate_main(engine->accounting());
     activations.push_back(bytes);
@@ -54,7 +53,7 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
   }
   auto passes = passes_of(visits);
   const auto shard_dim = [&units](std::size_t unit, std::size_t parameter) {
-    return std::get<0>(units[unit])->hooked()->spec().parameters[parameter].shard_dim;
+    return std::get<0>(units[unit])->spec().parameters[parameter].shard_dim;
   };
   const auto fsdp2 = planning::fsdp2_memory({.engine = *engine,
                                              .passes = passes,

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "bindings/bindings.h"
-#include "hooks/hooked_model.h"
 #include "replay/checker.h"
+#include "torch_python/shown_model.h"
 
 namespace py = pybind11;
 
@@ -16,8 +16,8 @@ using replay::Checker;
 
 void bind_replay(py::module_& module) {
   py::class_<Checker>(module, "MicrobatchChecker")
-      .def(py::init([](const hooks::HookedModel& model, Checker::Buffers buffers) {
-             return std::make_unique<Checker>(model.shared_engine(), std::move(buffers));
+      .def(py::init([](const torch_python::ShownModel& model, Checker::Buffers buffers) {
+             return std::make_unique<Checker>(model.engine(), std::move(buffers));
            }),
            py::arg("model"), py::arg("buffers"))
       // Their callbacks take the GIL.

@@ -8,7 +8,7 @@
 #include "base/classic_stream.h"
 #include "bindings/bindings.h"
 #include "fsdp/step_report.h"
-#include "hooks/hooked_model.h"
+#include "torch_python/shown_model.h"
 
 namespace py = pybind11;
 
@@ -24,11 +24,11 @@ std::map<std::string, double> by_name(const std::array<double, kWaitReasons>& re
 py::object measured(double ms) { return ms < 0 ? py::object(py::none()) : py::object(py::float_(ms)); }
 
 /// The values of libfsdp.StepReport's fields, and of its text.
-py::dict report(hooks::HookedModel& model, std::int64_t steps) {
+py::dict report(torch_python::ShownModel& model, std::int64_t steps) {
   StepReport report;
   {
     const py::gil_scoped_release no_gil;
-    report = step_report(FSDPModule(model.shared_engine(), 0), steps);
+    report = step_report(FSDPModule(model.engine(), 0), steps);
   }
   ClassicStream<std::ostringstream> table;
   table << report;

@@ -66,7 +66,6 @@ void HookedModel::dissolve() {
   units_.clear();
   watched_.clear();
   watched_leaves_.clear();
-  shown_units.reset();
   to_agree_on_.clear();
 }
 
@@ -141,13 +140,13 @@ void HookedModel::enter_backward(HookedUnit& unit) {
   unit.entered_in_backward = true;
   if (!unit.gathered_in_backward) return watch_backward();
   enter(unit);
-  if (unit.shown) unit.shown();
+  unit.entered_by_backward();
 }
 
-void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs) {
-  RECORD_USER_SCOPE("FSDP::post_forward (" + unit->unit().name + ")");
+void HookedModel::watch(HookedUnit& unit, const std::vector<at::Tensor>& outputs) {
+  RECORD_USER_SCOPE("FSDP::post_forward (" + unit.unit().name + ")");
   const auto forward =
-      std::find_if(unit_forwards_.rbegin(), unit_forwards_.rend(), [&](const UnitForward& one) { return one.unit == unit.get(); });
+      std::find_if(unit_forwards_.rbegin(), unit_forwards_.rend(), [&](const UnitForward& one) { return one.unit == &unit; });
   const auto begin = forward == unit_forwards_.rend() ? 0 : forward->first_operator;
   for (const auto& output : outputs) {
     const auto& made_by = output.grad_fn();
@@ -158,31 +157,31 @@ void HookedModel::watch(const std::shared_ptr<HookedUnit>& unit, const std::vect
       continue;
     }
     // The user may let go of the model before backward.
-    output.register_hook([model = shared_from_this(), unit, steps = unit->steps](const at::Tensor&) {
-      if (unit->steps != steps) unit->stale_in_backward = true;
-      model->in_autograd([&] { model->enter_backward(*unit); });
+    output.register_hook([model = shared_from_this(), entered = unit.shared_from_this(), steps = unit.steps](const at::Tensor&) {
+      if (entered->steps != steps) entered->stale_in_backward = true;
+      model->in_autograd([&] { model->enter_backward(*entered); });
     });
   }
 }
 
 /// A leaf (a parameter, or the user's own tensor) lives longer than a forward: one hook serves all of them, and keeps nothing alive.
-void HookedModel::watch_leaf(const std::shared_ptr<HookedUnit>& unit, const at::Tensor& leaf) {
+void HookedModel::watch_leaf(HookedUnit& unit, const at::Tensor& leaf) {
   std::erase_if(watched_leaves_, [](const auto& one) { return one.leaf.expired(); });
   for (const auto& one : watched_leaves_) {
-    if (one.unit == unit.get() && one.leaf._unsafe_get_target() == leaf.unsafeGetTensorImpl()) return;
+    if (one.unit == &unit && one.leaf._unsafe_get_target() == leaf.unsafeGetTensorImpl()) return;
   }
-  watched_leaves_.push_back({unit.get(), WeakTensor(leaf.getIntrusivePtr())});
-  leaf.register_hook([model = weak_from_this(), of = std::weak_ptr(unit)](const at::Tensor&) {
+  watched_leaves_.push_back({&unit, WeakTensor(leaf.getIntrusivePtr())});
+  leaf.register_hook([model = weak_from_this(), of = unit.weak_from_this()](const at::Tensor&) {
     const auto to = model.lock();
     const auto entered = of.lock();
     if (to && entered) to->in_autograd([&] { to->enter_backward(*entered); });
   });
 }
 
-void HookedModel::collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
+void HookedModel::collect_gradients(HookedUnit& unit, std::size_t i, const at::Tensor& leaf,
                                     std::function<at::Tensor(const at::Tensor&)> local) {
-  torch::autograd::impl::set_post_acc_grad_hooks(
-      leaf, std::make_unique<trigger::GradientHook<DeliverToModel>>(DeliverToModel{weak_from_this(), unit, i, std::move(local)}));
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<trigger::GradientHook<DeliverToModel>>(
+                                                           DeliverToModel{weak_from_this(), unit.weak_from_this(), i, std::move(local)}));
 }
 
 void HookedModel::gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient) {

@@ -29,6 +29,9 @@ enum class LastForward : std::uint8_t { kDone, kNoGraph, kGraph };
 class HookedModel : public std::enable_shared_from_this<HookedModel> {
  public:
   explicit HookedModel(const engine::EngineOptions& options) : engine_(std::make_shared<engine::Engine>(options)) {}
+  virtual ~HookedModel() = default;
+  HookedModel(const HookedModel&) = delete;
+  HookedModel& operator=(const HookedModel&) = delete;
 
   /// Takes a unit in; enclosing ones before enclosed ones. `parent`: its position among those, of the closest enclosing one.
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
@@ -55,8 +58,6 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
   /// now [Current when forward begins].
   void begin_forward();
-  /// It has ended, and its output is about to be the user's. Not where it has failed.
-  void end_forward() { engine_->end_forward(); }
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);
@@ -66,16 +67,15 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   bool end_unit_forward(HookedUnit& unit);
   /// The unit is about to be used by what this thread does: forward, backward, or a forward that is repeated within a backward.
   void enter(HookedUnit& unit);
-  /// Call it when backward is about to use the unit. Does the same as enter, and then calls the unit's `shown` callback.
+  /// Call it when backward is about to use the unit. Does the same as enter, and then calls the unit's entered_by_backward().
   void enter_backward(HookedUnit& unit);
   /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a forward of the unit
   /// returns. Outputs that are inputs of the forward, passed on, are left out, because their gradients are computed outside of the unit's
   /// backward. The graph of the outputs keeps the model alive.
-  void watch(const std::shared_ptr<HookedUnit>& unit, const std::vector<at::Tensor>& outputs);
+  void watch(HookedUnit& unit, const std::vector<at::Tensor>& outputs);
   /// From now on, gradients of the leaf of parameter i go to the engine. If `local` is given, it first converts each of them: for a leaf
   /// that stands for tensors of several ranks (a DTensor), it returns this rank's part. It must not keep the model alive.
-  void collect_gradients(const std::shared_ptr<HookedUnit>& unit, std::size_t i, const at::Tensor& leaf,
-                         std::function<at::Tensor(const at::Tensor&)> local = {});
+  void collect_gradients(HookedUnit& unit, std::size_t i, const at::Tensor& leaf, std::function<at::Tensor(const at::Tensor&)> local = {});
   /// One gradient of this rank.
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
@@ -85,14 +85,13 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// The positions of units whose parameters an optimizer has stepped between the forward and the last backward.
   std::vector<std::size_t> take_stale();
 
-  /// The front end's own data about the units. They stay as long as the model, which a graph may keep alive longer than the front end does.
+  /// In the order in which they were added. They stay as long as the model, which a graph may keep alive longer than the front end does.
   /// They must not keep the model alive.
-  std::shared_ptr<void> shown_units;
+  const std::vector<std::shared_ptr<HookedUnit>>& units() const { return units_; }
   /// The front end has warned that writes to whole parameters were lost, which it does once for each model.
   bool warned_of_lost_writes = false;
 
-  engine::Engine& engine() { return *engine_; }
-  const std::shared_ptr<engine::Engine>& shared_engine() const { return engine_; }
+  const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
 
   /// Runs `work` for a hook that autograd has called, and converts its errors.
   template <typename Work>
@@ -121,7 +120,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   };
 
   bool were_written();
-  void watch_leaf(const std::shared_ptr<HookedUnit>& unit, const at::Tensor& leaf);
+  void watch_leaf(HookedUnit& unit, const at::Tensor& leaf);
   void watch_backward();
   void end_backward();
 

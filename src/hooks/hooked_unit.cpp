@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "engine/buffer.h"
 #include "fsdp/error.h"
 #include "fsdp/gather_format.h"
+#include "hooks/hooked_model.h"
 #include "memory/accounting.h"
 #include "memory/device_memory.h"
 #include "memory/slot_storage.h"
@@ -92,20 +94,35 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
   return format;
 }
 
-/// `ranks` is the number of ranks over which the inner dimension cuts, and `pieces` the number over which both dimensions cut.
-layout::UnitLayout layout_of(const UnitSpec& spec, std::int64_t ranks, std::int64_t pieces) {
-  std::vector<layout::ParameterTraits> parameters;
+/// The parameters as the engine has them. `ranks` is the number of ranks over which the inner dimension cuts.
+std::vector<engine::UnitParameter> stored_parameters(const UnitSpec& spec, std::int64_t ranks) {
+  std::vector<engine::UnitParameter> parameters;
   for (const auto& given : spec.parameters) {
     const auto parameter = in_real_numbers(given);
     if (given.shape.empty()) throw Error("parameter '" + parameter.name + "' is a scalar, which has no rows to shard");
-    parameters.push_back({.name = parameter.name,
-                          .shape = stored_shape(parameter, ranks),
-                          .dtype = static_cast<std::int32_t>(parameters.size()),  // a sub-buffer of its own
-                          .itemsize = static_cast<std::int64_t>(c10::elementSize(parameter.dtype)),
-                          .trainable = parameter.trainable,
-                          .granularity = Granularity::rows()});
+    auto& entry = parameters.emplace_back();
+    entry.name = parameter.name;
+    entry.position = parameters.size() - 1;
+    entry.shape = entry.global_shape = stored_shape(parameter, ranks);
+    entry.global_offset.assign(entry.shape.size(), 0);
+    entry.dtype = parameter.dtype;
+    entry.trainable = parameter.trainable;
   }
-  return {std::move(parameters), pieces};
+  return parameters;
+}
+
+/// `pieces` is the number over which both dimensions cut.
+layout::UnitLayout layout_of(const std::vector<engine::UnitParameter>& parameters, std::int64_t pieces) {
+  std::vector<layout::ParameterTraits> traits;
+  for (const auto& parameter : parameters) {
+    traits.push_back({.name = parameter.name,
+                      .shape = parameter.shape,
+                      .dtype = static_cast<std::int32_t>(parameter.position),  // a sub-buffer of its own
+                      .itemsize = static_cast<std::int64_t>(c10::elementSize(parameter.dtype)),
+                      .trainable = parameter.trainable,
+                      .granularity = Granularity::rows()});
+  }
+  return {std::move(traits), pieces};
 }
 
 /// Returns the address of a tensor's memory; null for an undefined tensor.
@@ -130,23 +147,11 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
     for (auto& parameter : spec_.parameters) parameter.shard_dim = 0;
   }
   if (spec_.options.outer_sharded_optimizer && !has_outer(spec_.mesh)) spec_.options.outer_sharded_optimizer = false;
-  auto layout = layout_of(spec_, ranks, spec_.options.outer_sharded_optimizer ? ranks * spec_.mesh.dims().front().size : ranks);
+  auto parameters = stored_parameters(spec_, ranks);
+  auto layout = layout_of(parameters, spec_.options.outer_sharded_optimizer ? ranks * spec_.mesh.dims().front().size : ranks);
   std::vector<engine::SubBufferFormat> formats;
   for (const auto& part : layout.sub_buffers()) {
     formats.push_back(format_of(spec_.parameters[static_cast<std::size_t>(part.dtype)], spec_));
-  }
-  std::vector<engine::UnitParameter> parameters;
-  for (const auto& given : spec_.parameters) {
-    const auto parameter = in_real_numbers(given);
-    engine::UnitParameter entry;
-    entry.name = parameter.name;
-    entry.position = parameters.size();
-    entry.shape = stored_shape(parameter, inner_size(spec_.mesh));
-    entry.global_shape = entry.shape;
-    entry.global_offset.assign(entry.shape.size(), 0);
-    entry.dtype = parameter.dtype;
-    entry.trainable = parameter.trainable;
-    parameters.push_back(std::move(entry));
   }
   owned_ = std::make_unique<engine::Unit>(spec_.name, std::move(parameters), std::move(layout), std::move(formats), spec_.options,
                                           communicators_of(spec_), memory::empty_storage(spec_.mesh.device()));
@@ -183,6 +188,11 @@ void HookedUnit::set_separate_reduce_group(bool separate) {
 void HookedUnit::drop_post_forward_mesh() {
   spec_.post_forward_size = 0;
   unit_->communicators.post_forward = nullptr;
+}
+
+void HookedUnit::set_fixed_addresses(bool fixed) {
+  if (const auto model = this->model()) return model->engine()->set_fixed_addresses(*unit_, fixed);
+  unit_->options.fixed_addresses = fixed;
 }
 
 std::vector<std::int64_t> HookedUnit::shard_shape(std::size_t i) const {
@@ -278,6 +288,26 @@ at::Tensor HookedUnit::gradient_shard(const std::vector<at::Tensor>& gradients, 
   const auto& part = gradients[slice.sub_buffer];
   return view_of(part, slice.offset * static_cast<std::int64_t>(part.itemsize()), seen_dtype(spec_.parameters[i], part.scalar_type()),
                  shard_shape(i));
+}
+
+at::Tensor HookedUnit::watch_writes(std::size_t i) {
+  const c10::InferenceMode no_inference(false);  // Inference tensors have no version.
+  auto watched = engine::view_of(unit_->whole.buffer.storage, at::kByte, 0, {0});
+  set_leaf(i, watched);
+  return watched;
+}
+
+void HookedUnit::gather_now(const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) const {
+  std::vector<comm::GatherPart> parts;
+  for (const auto& [whole, part] : given) parts.push_back({.full = whole, .shard = part});
+  const auto& ranks = outer ? unit_->communicators.outer : unit_->communicators.gather;
+  ranks->all_gather(parts, unit_->label(outer ? "outer all-gather of the extension" : "all-gather of the extension"))->wait();
+}
+
+std::shared_ptr<HookedModel> HookedUnit::require_model() const {
+  auto model = this->model();
+  if (!model) throw Error("internal: unit '" + spec_.name + "' belongs to no model");
+  return model;
 }
 
 std::unique_ptr<engine::Unit> HookedUnit::release(std::weak_ptr<HookedModel> to) {

@@ -3,10 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/unit.h"
@@ -52,10 +52,13 @@ struct UnitSpec {
 /// root.
 ///
 /// Each parameter has a sub-buffer of its own with row granularity, so that a gathered one is contiguous and its padding lies behind it.
-class HookedUnit {
+class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
  public:
   /// Collective over the mesh, where communicators of their own are asked for.
   explicit HookedUnit(UnitSpec spec);
+  virtual ~HookedUnit() = default;
+  HookedUnit(const HookedUnit&) = delete;
+  HookedUnit& operator=(const HookedUnit&) = delete;
 
   const UnitSpec& spec() const { return spec_; }
   engine::Unit& unit() { return *unit_; }
@@ -74,6 +77,8 @@ class HookedUnit {
 
   /// From now on no copy stays on the post-forward mesh. Not while there is one.
   void drop_post_forward_mesh();
+  /// See engine::UnitOptions::fixed_addresses.
+  void set_fixed_addresses(bool fixed);
 
   /// Rows, or slices along shard_dim, that this rank owns of parameter i.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
@@ -103,8 +108,15 @@ class HookedUnit {
   /// their memory.
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 
-  /// Puts the whole parameters into the modules: called when backward has entered the unit.
-  std::function<void()> shown;
+  /// Returns a tensor without elements. The engine increments its version whenever main parameters have been written, so that the unit's
+  /// extension notices that its copies are outdated. The engine treats it as the parameter's leaf, so it is on the same device as a leaf.
+  at::Tensor watch_writes(std::size_t i);
+  /// Gathers pairs (whole, part) of the unit's extension, and waits for them. Call it only while the extension starts: the engine's lock is
+  /// held then, and the unit's own gather has not begun.
+  void gather_now(const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) const;
+
+  /// Called on any thread when backward has entered the unit: modules get the whole parameters.
+  virtual void entered_by_backward() {}
 
   /// False if backward does not need the values of the parameters.
   bool gathered_in_backward = true;
@@ -121,6 +133,8 @@ class HookedUnit {
 
   /// The model that has the unit; null if none has. It is not kept alive.
   std::shared_ptr<HookedModel> model() const { return model_.lock(); }
+  /// The same. Throws Error if no model has it.
+  std::shared_ptr<HookedModel> require_model() const;
   /// A model takes the unit.
   std::unique_ptr<engine::Unit> release(std::weak_ptr<HookedModel> to);
   /// The model has given it back.

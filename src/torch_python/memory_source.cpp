@@ -2,23 +2,19 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <memory>
 #include <utility>
 
 #include "comm/parts.h"
+#include "torch_python/freed_with_gil.h"
 
 namespace py = pybind11;
 
 namespace fsdp::torch_python {
 
 comm::MemorySource memory_source(py::function allocate) {
-  const auto let_go = [](py::function* function) {
+  return [held = freed_with_gil<py::function>(std::move(allocate))](std::int64_t bytes) {
     const py::gil_scoped_acquire gil;
-    delete function;
-  };
-  return [kept = std::shared_ptr<py::function>(new py::function(std::move(allocate)), let_go)](std::int64_t bytes) {
-    const py::gil_scoped_acquire gil;
-    return comm::memory_of((*kept)(bytes).cast<at::Tensor>());
+    return comm::memory_of((*held)(bytes).cast<at::Tensor>());
   };
 }
 

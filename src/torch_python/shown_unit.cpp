@@ -2,6 +2,10 @@
 
 #include <utility>
 
+#include "base/outside_transforms.h"
+#include "hooks/hooked_model.h"
+#include "torch_python/freed_with_gil.h"
+
 namespace py = pybind11;
 
 namespace fsdp::torch_python {
@@ -15,11 +19,7 @@ const c10::StorageImpl* memory_of(const py::handle& tensor) {
 
 }  // namespace
 
-ShownUnit::ShownUnit(hooks::UnitSpec spec) {
-  const py::gil_scoped_release no_gil;  // It may be collective.
-  hooked_ = std::make_shared<hooks::HookedUnit>(std::move(spec));
-  parameters_.resize(hooked_->spec().parameters.size());
-}
+ShownUnit::ShownUnit(hooks::UnitSpec spec) : HookedUnit(std::move(spec)), parameters_(this->spec().parameters.size()) {}
 
 void ShownUnit::set_parameters(std::size_t i, py::object shard, py::object whole) {
   parameters_.at(i).shard = std::move(shard);
@@ -49,15 +49,15 @@ void ShownUnit::put(Shown form) {
 }
 
 std::uint32_t ShownUnit::version_of(std::size_t i) const {
-  const auto whole = hooked_->unit().parameters[i].tensor.lock();
+  const auto whole = unit().parameters[i].tensor.lock();
   return whole ? whole->version_counter().current_version() : 0;
 }
 
 /// Warns, once for each model, that the program has written to whole parameters since modules have them. (Where the engine has bumped
 /// versions, the whole parameters are no longer present.) Writes to main parameters are not lost.
 void ShownUnit::warn_of_lost_writes() const {
-  const auto& unit = hooked_->unit();
-  const auto model = hooked_->model();
+  const auto& unit = this->unit();
+  const auto model = this->model();
   if (shown_ != Shown::kWhole || unit.state() != engine::ParameterState::kPresent || !model || model->warned_of_lost_writes) return;
   std::string names;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -103,7 +103,7 @@ void ShownUnit::show() {
 }
 
 void ShownUnit::show_post_forward() {
-  if (!hooked_->unit().whole.post_forward.live()) return;  // The unit stays whole.
+  if (!unit().whole.post_forward.live()) return;  // The unit stays whole.
   train_as_shards(Shown::kPostForward);
   put(Shown::kPostForward);
 }
@@ -115,15 +115,77 @@ void ShownUnit::hide() {
   put(Shown::kShards);
 }
 
+void ShownUnit::entered_by_backward() {
+  const py::gil_scoped_acquire gil;
+  show();
+}
+
+void ShownUnit::enter(bool begins_forward) {
+  const OutsideTransforms outside;
+  {
+    const py::gil_scoped_release no_gil;
+    const auto model = require_model();
+    if (begins_forward) model->begin_unit_forward(*this);
+    model->enter(*this);
+  }
+  show();
+}
+
+bool ShownUnit::leave(const std::vector<at::Tensor>& outputs, bool hides) {
+  const auto model = require_model();
+  if (!outputs.empty()) model->watch(*this, outputs);
+  bool ended = false;
+  {
+    const py::gil_scoped_release no_gil;
+    const OutsideTransforms outside;
+    ended = model->end_unit_forward(*this);
+  }
+  if (ended && hides) hide();
+  return ended;
+}
+
+void ShownUnit::unshard(bool wait) {
+  // Shown anew, so that writes are noticed from where the whole parameters are present.
+  if (unit().state() != engine::ParameterState::kPresent) hide();
+  {
+    const py::gil_scoped_release no_gil;
+    const OutsideTransforms outside;
+    require_model()->engine()->unshard(unit(), wait);
+  }
+  if (wait) show();
+}
+
+void ShownUnit::reshard() {
+  hide();
+  const py::gil_scoped_release no_gil;
+  const OutsideTransforms outside;
+  if (const auto model = this->model()) model->engine()->reshard(unit());
+}
+
+void ShownUnit::collect_gradients(std::size_t i, const at::Tensor& leaf, py::object local) {
+  const auto model = require_model();
+  if (local.is_none()) return model->collect_gradients(*this, i, leaf);
+  model->collect_gradients(*this, i, leaf, [held = freed_with_gil<py::object>(std::move(local))](const at::Tensor& gradient) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(gradient).cast<at::Tensor>();
+  });
+}
+
+void ShownUnit::set_prefetch(bool backward, const std::vector<std::shared_ptr<ShownUnit>>& others) {
+  auto& list = unit().place.prefetch[static_cast<std::size_t>(backward ? engine::Pass::kBackward : engine::Pass::kForward)];
+  list.clear();
+  for (const auto& other : others) list.push_back(other->unit().place.index);
+}
+
 void ShownUnit::settle() {
-  if (shown_ == Shown::kWhole && hooked_->unit().state() == engine::ParameterState::kPresent) return train_as_shards(shown_);
+  if (shown_ == Shown::kWhole && unit().state() == engine::ParameterState::kPresent) return train_as_shards(shown_);
   hide();
 }
 
 /// True if a DTensor's rows still lie in the unit's storage. (Memory may be exchanged below a storage; the storage stays the same then.)
 bool ShownUnit::has_its_rows(std::size_t i) const {
   const auto& parameter = parameters_[i];
-  const auto& shard = hooked_->shard(i);
+  const auto& shard = this->shard(i);
   if (!shard.defined() || parameter.wrap.is_none()) return true;
   static PyObject* const local = PyUnicode_InternFromString("_local_tensor");
   const auto rows = py::reinterpret_steal<py::object>(PyObject_GetAttr(parameter.shard.ptr(), local));
@@ -138,7 +200,7 @@ bool ShownUnit::has_its_parameters() {
     const auto& parameter = parameters_[i];
     const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
     if (shard.unsafeGetTensorImpl() != parameter.tensor) return false;
-    if (!hooked_->spec().parameters[i].trainable && shard.requires_grad()) return false;
+    if (!spec().parameters[i].trainable && shard.requires_grad()) return false;
     if (memory_of(parameter.shard) != parameter.own_memory || !has_its_rows(i)) return false;
     const auto& expected = parameter.as(shown_);
     for (const auto& place : parameter.places) {
@@ -165,7 +227,7 @@ bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients,
     if (!gradients[i]) continue;
     auto& parameter = parameters_[i];
     const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
-    const auto& rows = hooked_->shard(i);  // A unit to whose parameter this one is tied may have them in other memory.
+    const auto& rows = this->shard(i);  // A unit to whose parameter this one is tied may have them in other memory.
     const at::Tensor arrived = rows.defined() ? gradients[i]->to(rows.device()) : *gradients[i];
     if (shard.grad().defined()) {
       const py::object gradient = parameter.shard.attr("grad");

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "hooks/hooked_model.h"
 #include "hooks/hooked_unit.h"
 
 namespace fsdp::torch_python {
@@ -19,9 +18,10 @@ enum class Shown : std::uint8_t {
   kPostForward,  ///< This rank's part of the copy on the post-forward mesh.
 };
 
-/// A unit together with the Python modules that have its parameters. All members need the GIL.
-class ShownUnit {
+/// A unit together with the Python modules that have its parameters. Members need the GIL, unless they say otherwise.
+class ShownUnit final : public hooks::HookedUnit {
  public:
+  /// Needs no GIL, and may be collective. It is freed with the GIL held: see freed_with_gil.
   explicit ShownUnit(hooks::UnitSpec spec);
 
   /// The parameter that modules have between steps, and the one that they have while they compute.
@@ -34,6 +34,21 @@ class ShownUnit {
   void show();
   void show_post_forward();
   void hide();
+  /// Needs no GIL.
+  void entered_by_backward() override;
+
+  /// The unit is about to be used; `begins_forward`: a forward of one of its modules begins. Modules then show whole parameters.
+  void enter(bool begins_forward);
+  /// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. Returns false if an
+  /// outer forward of it has not ended.
+  bool leave(const std::vector<at::Tensor>& outputs, bool hides);
+  /// Gathers the unit. With `wait`, modules show whole parameters afterwards.
+  void unshard(bool wait);
+  /// Its modules show shards. If a model has the unit, the whole parameters are freed.
+  void reshard();
+  /// `local` is a Python function, or None; see HookedModel::collect_gradients.
+  void collect_gradients(std::size_t i, const at::Tensor& leaf, pybind11::object local);
+  void set_prefetch(bool backward, const std::vector<std::shared_ptr<ShownUnit>>& others);
   /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
   /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
@@ -53,8 +68,6 @@ class ShownUnit {
   /// Returns the DTensors whose `data` was assigned since set_parameters. The assignment has no effect: it exchanges the wrapper's own
   /// memory, which is empty, and leaves the rows as they are.
   std::vector<std::size_t> with_assigned_data() const;
-
-  const std::shared_ptr<hooks::HookedUnit>& hooked() const { return hooked_; }
 
   /// Whether the program has set a hook on the unit's reduced gradients, which the front end calls.
   bool has_all_reduce_hook = false;
@@ -91,7 +104,6 @@ class ShownUnit {
   std::uint32_t version_of(std::size_t i) const;
   void warn_of_lost_writes() const;
 
-  std::shared_ptr<hooks::HookedUnit> hooked_;
   std::vector<Parameter> parameters_;
   Shown shown_ = Shown::kShards;
 };

@@ -75,10 +75,6 @@ class MemberState(ShardState):
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
 
-    def states_below(self) -> Iterator[tuple[str, MemberState, MemberState | None]]:
-        """This state and all below its modules: see states_in."""
-        return states_in(*self.modules)
-
     def model_of_forward(self) -> Model:
         """Returns the model. If it is not known yet, it is formed with this state as its root."""
         if self.model is not None and not self.model.provisional:
@@ -91,7 +87,8 @@ class MemberState(ShardState):
             return
         model = self.model or form(self, provisional=True)
         self.unsharded_early = model.provisional
-        model.prepare_unshard(self.unit)
+        if model.forward_root is None and not _C.inside_backward():
+            self.unit.prepare_unshard()  # It gets the present values of the shards.
         self.unit.unshard(wait=wait)
 
     def set_reduce_dtype(self, dtype: torch.dtype | None) -> None:
@@ -103,17 +100,11 @@ class MemberState(ShardState):
             self.model.dissolve()
         super().set_reduce_dtype(dtype)
 
-    def set_is_last_backward(self, last: bool) -> None:
-        """On a root: with False, the end of a backward leaves reductions under way."""
-        self.engine_options.is_last_backward = last
+    def set_engine_options(self, **settings: bool) -> None:
+        """On a root: changes these of the engine's settings."""
+        vars(self.engine_options).update(settings)
         if self.model is not None:
-            self.model.set_is_last_backward(last)
-
-    def set_manual_finalization(self, enabled: bool) -> None:
-        """On a root: with True, the end of a backward reduces nothing."""
-        self.engine_options.manual_finalization = enabled
-        if self.model is not None:
-            self.model.set_manual_finalization(enabled)
+            self.model.engine.set(**settings)
 
     def wait_for_optimizer(self) -> None:
         """Orders gathers behind the event that the user has given, once."""
@@ -170,7 +161,7 @@ class Model:
             provisional: whether it is formed before a forward has shown which module is the root; a larger model may then replace it.
         """
         self.provisional = provisional
-        below = list(root.states_below())
+        below = list(states_in(*root.modules))
         require_one_device(root, below)
         self.states = [state for _, state, _ in below]
         # By their positions in the engine.
@@ -187,11 +178,13 @@ class Model:
             report_nan=root.options.report_nan,
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
-        self.engine.set_overlaps_reductions(root.engine_options.overlaps_reductions)
+        self.engine.set(
+            is_last_backward=root.engine_options.is_last_backward,
+            ends_step=root.engine_options.ends_step,
+            manual_finalization=root.engine_options.manual_finalization,
+            overlaps_reductions=root.engine_options.overlaps_reductions,
+        )
         self.memory_choice = BudgetChoice(root.modules, self.engine, root.engine_options.prefetch_depth)
-        self.set_is_last_backward(root.engine_options.is_last_backward)
-        self.set_manual_finalization(root.engine_options.manual_finalization)
-        self.engine.set_ends_step(root.engine_options.ends_step)
         self._finalization: GradientReductionHandle | None = None
         self._registrations = Registrations(root.modules, functools.partial(_parameters_below, *root.modules))
         self._missed = MissedUnits(
@@ -246,16 +239,6 @@ class Model:
                 units.append(BudgetedUnit(name or "(root)", state, parent))
         return units
 
-    def set_is_last_backward(self, last: bool) -> None:
-        """With False, the end of a backward leaves reductions under way."""
-        self.is_last_backward = last
-        self.engine.set_is_last_backward(last)
-
-    def set_manual_finalization(self, enabled: bool) -> None:
-        """With True, the end of a backward reduces nothing; finalize_backward does."""
-        self.manual_finalization = enabled
-        self.engine.set_manual_finalization(enabled)
-
     def choose_memory(self) -> None:
         """Chooses the memory of buffers. The choice of any unit counts for all, because units share their buffers."""
         asked = max((state.buffer_memory for state in self.states), key=int)
@@ -294,7 +277,9 @@ class Model:
 
     def deliver_gradients(self) -> None:
         """Makes the reduced gradients those of the shards, or adds them to those that the shards have."""
-        self._tell_delivery()
+        for state in self.states:
+            if state.engine_options.before_delivery is not None:
+                state.engine_options.before_delivery()
         hooks = {k: s.all_reduce_hook for k, s in enumerate(self._with_units) if s.all_reduce_hook is not None}
         for position in self.engine.deliver_gradients(hooks):
             self._warnings.hooks(self._with_units[position].parameters)
@@ -334,7 +319,7 @@ class Model:
         _C.set_collectives_replaced(are_replaced())
         # A program that counts collectives must see only those that are needed, and not those that predictions start.
         self.leaves_at_once = _C.collectives_are_visible()
-        self.engine.set_prefetch_depth(0 if self.leaves_at_once else self.memory_choice.prefetch_depth)
+        self.engine.set(prefetch_depth=0 if self.leaves_at_once else self.memory_choice.prefetch_depth)
         self.engine.begin_forward()
         return self
 
@@ -361,11 +346,6 @@ class Model:
             self.dissolve()
         adopt_all(list(zip(changed, registered, strict=True)))
         return not fit
-
-    def prepare_unshard(self, unit: _C.ShownUnit) -> None:
-        """Called before the program itself gathers a unit, so that the unit gets the present values of the shards."""
-        if self.forward_root is None and not _C.inside_backward():
-            unit.prepare_unshard()
 
     def end_forward(self, outputs: Sequence[torch.Tensor], *, gives: bool) -> None:
         """What no backward will use is freed now; otherwise memory goes as the computation moves on.
@@ -408,7 +388,8 @@ class Model:
         for state in self._groups:
             state.modules_to_run.clear()
         try:
-            if self.is_last_backward and not self.manual_finalization:
+            options = self.states[0].engine_options
+            if options.is_last_backward and not options.manual_finalization:
                 self.deliver_gradients()
         finally:
             self.engine.hide_after_backward()
@@ -416,11 +397,6 @@ class Model:
             if state.engine_options.after_backward is not None:
                 state.engine_options.after_backward()
         return True
-
-    def _tell_delivery(self) -> None:
-        for state in self.states:
-            if state.engine_options.before_delivery is not None:
-                state.engine_options.before_delivery()
 
     def zero_gradients(self) -> None:
         """Drops gradients that were not delivered yet, also those that are not reduced. Not inside of a backward."""
@@ -445,7 +421,7 @@ def form(root: MemberState, *, provisional: bool) -> Model:
     """Makes the model of all states below a root. Models that were formed before with a smaller root are given up."""
     if len(root.modules) > 1 and not provisional:
         raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
-    for name, state, _ in root.states_below():
+    for name, state, _ in states_in(*root.modules):
         if state.model is None:
             continue
         if not state.model.provisional:
@@ -457,9 +433,9 @@ def form(root: MemberState, *, provisional: bool) -> Model:
     if root.reshard_after_forward_is_automatic and not provisional:
         for state in (root, *root.companions):
             state.keep_until_backward()
-    others = [state for _, state, _ in root.states_below() if not state.shows_its_parameters()]
+    others = [state for _, state, _ in states_in(*root.modules) if not state.shows_its_parameters()]
     adopt_all([(state, state.registered()) for state in others])
-    refuse_shared(parameter for _, state, _ in root.states_below() for parameter in state.parameters)
+    refuse_shared(parameter for _, state, _ in states_in(*root.modules) for parameter in state.parameters)
     _name_units(root)
     return Model(root, provisional=provisional)
 
@@ -469,7 +445,7 @@ def _name_units(root: MemberState) -> None:
     module = root.modules[0]
     names = names_of_places(module)
     module_names = {one: name for name, one in module.named_modules()}
-    for _, state, _ in root.states_below():
+    for _, state, _ in states_in(*root.modules):
         for parameter in state.parameters:
             parameter.name = parameter.name_among(names)
         if state.unit is not None:

@@ -128,9 +128,7 @@ class FSDPModule:
         """
         state = self._get_fsdp_state()
         root = state if state.model is None else state.model.states[0]
-        root.engine_options.ends_step = bool(is_last_backward)
-        if root.model is not None:
-            root.model.engine.set_ends_step(root.engine_options.ends_step)
+        root.set_engine_options(ends_step=bool(is_last_backward))
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """With True, the end of a backward does not reduce the gradients that are left; ``finalize_backward`` does, once for all backwards.
@@ -140,7 +138,8 @@ class FSDPModule:
         Raises:
             RuntimeError: inside of a backward, and on a module that is not the root.
         """
-        self._root_state("set_manual_backward_finalization").set_manual_finalization(as_flag("enabled", enabled))
+        root = self._root_state("set_manual_backward_finalization")
+        root.set_engine_options(manual_finalization=as_flag("enabled", enabled))
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces the gradients that backwards have left: with manual finalization, or without synchronization before it was set again.

@@ -306,7 +306,7 @@ class MegatronFSDP(nn.Module):
     def _tell_engine(self) -> None:
         fully = self.model_auto_sync or self._is_last_microbatch
         self._set_reductions(fully or self.strategy >= ShardingStrategy.OPTIM_GRADS, fully=fully)
-        self._states[0].set_is_last_backward(self.model_auto_sync)
+        self._states[0].set_engine_options(is_last_backward=self.model_auto_sync)
 
     def _set_reductions(self, reduces: bool, *, fully: bool) -> None:
         for state in self._states:
