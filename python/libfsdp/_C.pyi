@@ -277,7 +277,8 @@ class WeightReceivers:
     @property
     def value(self) -> int: ...
 
-_GivenAssembly = tuple[list[DeviceMesh], list[list[int]], list[list[tuple[list[int], list[int], list[int]]]]]
+_Chunks = Sequence[tuple[list[int], list[int], list[int]]]
+_GivenAssembly = tuple[list[DeviceMesh], list[list[int]], Sequence[_Chunks]]
 _GivenEntry = tuple[
     list[str], list[int], torch.Tensor, ShownUnit | None, int, int, _GivenAssembly | None, bool, torch.Tensor
 ]

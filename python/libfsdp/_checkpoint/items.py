@@ -135,6 +135,15 @@ def values_of(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def chunk_of(tensor: DTensor, local: torch.Tensor) -> list[int] | None:
+    """Returns where the local tensor begins in a DTensor; None if it is not one chunk of it.
+
+    Parts of any size tell where they lie by the protocol of torch.distributed.checkpoint.
+    """
+    chunks = tensor.__create_chunk_list__()
+    return list(chunks[0].offsets) if len(chunks) == 1 and chunks[0].sizes == local.shape else None
+
+
 def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
     """Makes the item of a tensor.
 
@@ -149,16 +158,15 @@ def item_of(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return Item(path, shape, [0] * len(shape), local, writes=False)
-    # By the protocol of torch.distributed.checkpoint, uneven parts tell where they lie.
-    chunks = tensor.__create_chunk_list__()
     if local.numel() == 0:
         return Item(path, shape, [0] * len(shape), local, 0 in shape, mesh.size())
-    if len(chunks) != 1 or list(chunks[0].sizes) != list(local.shape):
+    offsets = chunk_of(tensor, local)
+    if offsets is None:
         raise _C.Error(f"'{key}': this rank's part is no box of the tensor; use torch.distributed.checkpoint")
     # If several ranks hold the same part, the first one writes it.
     replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
     writes = all(mesh.get_local_rank(d) == 0 for d in replicas)
-    return Item(path, shape, list(chunks[0].offsets), local, writes, mesh.size())
+    return Item(path, shape, offsets, local, writes, mesh.size())
 
 
 @dataclass

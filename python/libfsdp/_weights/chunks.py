@@ -1,4 +1,4 @@
-"""Which parts of a whole tensor a rank's DTensor has, as boxes."""
+"""Which chunks of a whole tensor each rank of a mesh has."""
 
 from __future__ import annotations
 
@@ -9,84 +9,102 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from libfsdp._checkpoint.items import chunk_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
+    from torch.distributed.tensor.placement_types import Placement
 
     _Range = tuple[int, int]  # begin and end in the whole dimension
 
 
-class Cut(NamedTuple):
-    """One of the cuts of a dimension: all of it, or each of ``parts`` chunks of it, into ``ranks`` chunks of which this is number ``rank``.
-
-    Chunks are those of torch.chunk.
-    """
+class _Cut(NamedTuple):
+    """A cut of a dimension, or of each of ``parts`` chunks of it, into ``ranks`` chunks, as torch.chunk cuts, and a rank's number."""
 
     parts: int
     ranks: int
     rank: int
 
 
-class LocalBox(NamedTuple):
-    """A box of a whole tensor, with this rank's values of it, as a view."""
+class Chunk(NamedTuple):
+    """A chunk that a rank's part and the whole tensor have in common: where it begins in each, and its sizes."""
+
+    in_part: list[int]
+    offsets: list[int]
+    sizes: list[int]
+
+
+class LocalChunk(NamedTuple):
+    """A chunk of a whole tensor, with this rank's values of it, as a view."""
 
     offsets: list[int]
     values: torch.Tensor
 
 
-def local_boxes(tensor: DTensor, local: torch.Tensor) -> list[LocalBox] | None:
-    """Returns the boxes that ``local``, the local tensor, has of a DTensor; None if its shape is not what the placements say.
+def local_chunks(tensor: DTensor, local: torch.Tensor) -> list[LocalChunk] | None:
+    """Returns the chunks that ``local``, the local tensor, has of a DTensor; None if its shape is not what the placements say.
 
     A dimension may be cut several times: a tensor-parallel piece of it is cut once more by the ranks that shard.
     """
-    own = getattr(local, "__create_chunk_list__", None)
-    if own is not None:  # By the protocol of torch.distributed.checkpoint, parts that the placements do not tell say where they lie.
-        chunks = own()
-        if len(chunks) != 1 or list(chunks[0].sizes) != list(local.shape):
-            return None
-        return [LocalBox(list(chunks[0].offsets), local)]
-    of_dimensions = [
-        _ranges(size, cuts_of_dimension(tensor, dimension)) for dimension, size in enumerate(tensor.shape)
-    ]
-    if [sum(end - begin for begin, end in ranges) for ranges in of_dimensions] != list(local.shape):
+    if hasattr(local, "__create_chunk_list__"):  # The placements do not tell where such a part lies.
+        offsets = chunk_of(tensor, local)
+        return None if offsets is None else [LocalChunk(offsets, local)]
+    mesh = tensor.device_mesh
+    coordinate = [mesh.get_local_rank(dim) for dim in range(mesh.ndim)]
+    shape, chunks = chunks_of_rank(tensor.shape, tensor.placements, mesh.shape, coordinate)
+    if shape != list(local.shape):
         return None
-    boxes = []
-    for chosen in itertools.product(*(range(len(ranges)) for ranges in of_dimensions)):
-        values, offsets = local, []
-        for dimension, (ranges, i) in enumerate(zip(of_dimensions, chosen, strict=True)):
-            first = sum(end - begin for begin, end in ranges[:i])
-            begin, end = ranges[i]
-            values = values.narrow(dimension, first, end - begin)
-            offsets.append(begin)
-        boxes.append(LocalBox(offsets, values))
-    return boxes
+    found = []
+    for in_part, offsets, sizes in chunks:
+        values = local
+        for d, (begin, size) in enumerate(zip(in_part, sizes, strict=True)):
+            values = values.narrow(d, begin, size)
+        found.append(LocalChunk(offsets, values))
+    return found
 
 
-def cuts_of_dimension(tensor: DTensor, dimension: int) -> list[Cut]:
-    """Returns the cuts of a dimension in their order.
+def chunks_of_rank(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[list[int], list[Chunk]]:
+    """Returns the shape of a rank's part of a tensor, and its chunks.
+
+    Args:
+        shape: the shape of the whole tensor.
+        placements: by mesh dimension, the outermost first.
+        sizes: the numbers of ranks of the mesh dimensions.
+        coordinate: the rank's place on them.
+    """
+    cuts: list[list[_Cut]] = [[] for _ in shape]
+    for placement, ranks, rank in reversed(list(zip(placements, sizes, coordinate, strict=True))):
+        if isinstance(placement, Shard | _StridedShard):
+            _add_cut(cuts[placement.dim % len(shape)], int(getattr(placement, "split_factor", 1)), ranks, rank)
+    # Of each range of a dimension: where it begins in the part and in the whole, and its size.
+    places: list[list[tuple[int, int, int]]] = []
+    for size, of_dimension in zip(shape, cuts, strict=True):
+        places.append([])
+        start = 0
+        for begin, end in _ranges(size, of_dimension):
+            places[-1].append((start, begin, end - begin))
+            start += end - begin
+    chunks = [Chunk(*([place[i] for place in chosen] for i in range(3))) for chosen in itertools.product(*places)]
+    return [sum(size for *_, size in of_dimension) for of_dimension in places], chunks
+
+
+def _add_cut(cuts: list[_Cut], parts: int, ranks: int, rank: int) -> None:
+    """Adds the cut of a mesh dimension to those of the dimensions to its right, in the order in which they are made.
 
     Mesh dimensions to the left cut first. A _StridedShard that makes as many parts as those to its right have made cuts
     after them, each of their pieces for itself (FSDP beside tensor parallelism), also where they are uneven.
     """
-    mesh = tensor.device_mesh
-    cuts: list[Cut] = []
-    for of_mesh in reversed(range(len(tensor.placements))):
-        placement = tensor.placements[of_mesh]
-        if not isinstance(placement, Shard | _StridedShard) or placement.dim != dimension:
-            continue
-        cut = Cut(1, mesh.size(of_mesh), mesh.get_local_rank(of_mesh))
-        parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        if parts == 1:
-            cuts.insert(0, cut)
-        elif parts == math.prod(other.ranks for other in cuts) and all(other.parts == 1 for other in cuts):
-            cuts.append(cut)
-        else:
-            cuts.insert(0, cut._replace(parts=parts))
-    return cuts
+    if parts > 1 and parts == math.prod(other.ranks for other in cuts) and all(other.parts == 1 for other in cuts):
+        cuts.append(_Cut(1, ranks, rank))
+    else:
+        cuts.insert(0, _Cut(parts, ranks, rank))
 
 
-def _ranges(size: int, cuts: Sequence[Cut]) -> list[_Range]:
+def _ranges(size: int, cuts: Iterable[_Cut]) -> list[_Range]:
     """Returns the ranges of a dimension that remain after its cuts."""
     ranges = [(0, size)]
     for parts, ranks, rank in cuts:

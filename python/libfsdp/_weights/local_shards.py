@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from libfsdp import _C
+from libfsdp._checkpoint.items import chunk_of
 from libfsdp._core.model import states_in
 from libfsdp._core.readers import reading_of
 from libfsdp._core.sharded_parameter import Place, local_of, share_memory
@@ -167,15 +168,12 @@ def _shard_of(name: str, value: nn.Parameter) -> LocalShard:
         )
     if local.is_meta:
         raise _C.Error(f"local_shards: '{name}' is on the meta device: call model.to_empty(device=...) before")
-    offsets = [0] * value.ndim
-    if isinstance(value, DTensor) and local.numel() > 0:
-        # By the protocol of torch.distributed.checkpoint, uneven parts tell where they lie.
-        chunks = value.__create_chunk_list__()
-        if len(chunks) != 1 or chunks[0].sizes != local.shape:
-            raise _C.Error(
-                f"local_shards: this rank's part of '{name}' ({value.placements}) is no box of the tensor; use full_weights"
-            )
-        offsets = list(chunks[0].offsets)
+    is_cut = isinstance(value, DTensor) and local.numel() > 0
+    offsets = chunk_of(value, local) if is_cut else [0] * value.ndim
+    if offsets is None:
+        raise _C.Error(
+            f"local_shards: this rank's part of '{name}' ({value.placements}) is no box of the tensor; use full_weights"
+        )
     return LocalShard(name, local.dtype, tuple(value.shape), tuple(offsets), tuple(local.shape), local)
 
 

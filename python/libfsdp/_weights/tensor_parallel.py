@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from libfsdp import _C
 from libfsdp._comm.mesh import known_mesh, sharding_mesh
-from libfsdp._core.sharded_parameter import rows_of
+from libfsdp._weights.chunks import chunks_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from libfsdp._comm.mesh import ShardingMesh
     from libfsdp._core.model import MemberState
     from libfsdp._core.sharded_parameter import ShardedParameter
+    from libfsdp._weights.chunks import Chunk
 
-    Box = tuple[list[int], list[int], list[int]]  # where it begins in the piece and in the tensor, and its sizes
-    Assembly = tuple[list[_C.DeviceMesh], list[list[int]], list[list[Box]]]
+    Assembly = tuple[list[_C.DeviceMesh], list[list[int]], list[list[Chunk]]]
 
 
 class FurtherDim(NamedTuple):
@@ -87,7 +87,7 @@ def assembly_of(name: str, shape: Sequence[int], own: Sequence[int], dims: Seque
                 f"full_weights: parameter '{name}' has the placement {placement}, so ranks have no pieces of it; use its full_tensor()"
             )
     sizes = tuple(cut.mesh.size() for cut in cuts)
-    shapes, boxes = _pieces(tuple(shape), tuple(cut.placement for cut in cuts), sizes)
+    shapes, chunks = _pieces(tuple(shape), tuple(cut.placement for cut in cuts), sizes)
     index = 0
     for cut, size in zip(cuts, sizes, strict=True):
         index = index * size + cut.mesh.get_local_rank()
@@ -96,7 +96,7 @@ def assembly_of(name: str, shape: Sequence[int], own: Sequence[int], dims: Seque
             f"full_weights: parameter '{name}' of {list(shape)} has a piece of {list(own)} on this rank, and by its placements "
             f"({', '.join(str(cut.placement) for cut in cuts)}) one of {shapes[index]}; use its full_tensor()"
         )
-    return [sharding_mesh(cut.mesh).engine_mesh for cut in cuts], shapes, boxes
+    return [sharding_mesh(cut.mesh).engine_mesh for cut in cuts], shapes, chunks
 
 
 def meshes_of_all(states: Sequence[MemberState], others: Iterable[torch.Tensor]) -> list[_C.DeviceMesh]:
@@ -165,52 +165,14 @@ def _dims_in(states: Iterable[MemberState]) -> Iterator[tuple[MemberState, list[
 @functools.lru_cache(maxsize=256)
 def _pieces(
     shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...]
-) -> tuple[list[list[int]], list[list[Box]]]:
-    """Returns the shape and the boxes of each rank's piece. Ranks vary fastest along the last dimension.
+) -> tuple[list[list[int]], list[list[Chunk]]]:
+    """Returns the shape and the chunks of each rank's piece. Ranks vary fastest along the last dimension.
 
     Args:
         shape: of the whole tensor.
         placements: those of the mesh dimensions.
         sizes: their numbers of ranks.
     """
-    shapes: list[list[int]] = []
-    boxes: list[list[Box]] = []
-    for coordinate in itertools.product(*map(range, sizes)):
-        ranges = [[(0, size)] for size in shape]
-        for placement, ranks, rank in zip(placements, sizes, coordinate, strict=True):
-            d = placement.dim % len(shape)
-            ranges[d] = _part(ranges[d], getattr(placement, "split_factor", 1), ranks, rank)
-        shapes.append([sum(size for _, size in of_dim) for of_dim in ranges])
-        places = [
-            [(sum(size for _, size in of_dim[:k]), begin, size) for k, (begin, size) in enumerate(of_dim)]
-            for of_dim in ranges
-        ]
-        boxes.append([tuple(map(list, zip(*box, strict=True))) for box in itertools.product(*places)])  # type: ignore[misc]
-    return shapes, boxes
-
-
-def _part(ranges: list[tuple[int, int]], split_factor: int, ranks: int, rank: int) -> list[tuple[int, int]]:
-    """Returns what a rank has of ranges of indices (begin, size), which are cut as torch.chunk cuts.
-
-    Args:
-        split_factor: so many consecutive parts of the indices are cut, each by itself.
-    """
-    count = sum(size for _, size in ranges)
-    found: list[tuple[int, int]] = []
-    for k in range(split_factor):
-        first, rows = rows_of(count, split_factor, k)
-        begin, rows = rows_of(rows, ranks, rank)
-        begin += first
-        at = 0
-        for start, size in ranges:
-            low, high = max(begin, at), min(begin + rows, at + size)
-            if low < high:
-                found.append((start + low - at, high - low))
-            at += size
-    merged: list[tuple[int, int]] = []
-    for start, size in found:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + size)
-        else:
-            merged.append((start, size))
-    return merged
+    coordinates = itertools.product(*map(range, sizes))
+    pieces = [chunks_of_rank(shape, placements, sizes, coordinate) for coordinate in coordinates]
+    return [shape for shape, _ in pieces], [chunks for _, chunks in pieces]

@@ -17,7 +17,7 @@ from libfsdp._checkpoint.items import MODEL, Item, clean, model_state, values_of
 from libfsdp._core.model import states_in
 from libfsdp._core.packed_weights import is_of_packed, is_packed
 from libfsdp._weights.changed_weights import WeightSnapshot
-from libfsdp._weights.chunks import LocalBox, local_boxes
+from libfsdp._weights.chunks import LocalChunk, local_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -261,7 +261,7 @@ def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
         local = values_of(name, tensor)
         if local.numel() > 0:
             as_is = is_of_packed(name, packed)
-            held.extend((name, shape, box.offsets, box.values, as_is) for box in _boxes_of(name, tensor, local))
+            held.extend((name, shape, box.offsets, box.values, as_is) for box in _chunks_of(name, tensor, local))
         return Item(path, shape, [0] * len(shape), local)
 
     found = model_state(model, add)
@@ -269,13 +269,13 @@ def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
     return held, {alias[of_prefix:]: name[of_prefix:] for alias, name in found.aliases.items()}
 
 
-def _boxes_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[LocalBox]:
+def _chunks_of(name: str, tensor: torch.Tensor, local: torch.Tensor) -> list[LocalChunk]:
     if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
-        return [LocalBox([0] * tensor.ndim, local)]
-    boxes = local_boxes(tensor, local)
-    if boxes is None:
+        return [LocalChunk([0] * tensor.ndim, local)]
+    chunks = local_chunks(tensor, local)
+    if chunks is None:
         raise _C.Error(
             f"'{name}': this rank's part, of the shape {list(local.shape)}, is not what its placements {tensor.placements} make of the "
             f"shape {list(tensor.shape)}"
         )
-    return boxes
+    return chunks

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import libfsdp
 from libfsdp import WantedBox, transfer_plan
-from libfsdp._weights.chunks import local_boxes
+from libfsdp._weights.chunks import local_chunks
 
 ALL = [0, 1, 2, 3]
 
@@ -110,7 +110,7 @@ def boxes_of_placements() -> None:
         counts = torch.zeros(shape, dtype=torch.int32)
         for placements in choices:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-            boxes = local_boxes(tensor, tensor._local_tensor)
+            boxes = local_chunks(tensor, tensor._local_tensor)
             assert boxes is not None, (shape, placements)
             several += len(boxes) > 1
             counts.zero_()
@@ -126,7 +126,7 @@ def boxes_of_placements() -> None:
             assert torch.equal(counts, torch.full(shape, times, dtype=torch.int32)), (shape, placements)
     assert several > 0
     narrow = tensor._local_tensor[:-1]
-    assert local_boxes(tensor, narrow) is None
+    assert local_chunks(tensor, narrow) is None
 
 
 def test_boxes_of_all_placements(ranks: StartRanks) -> None:
