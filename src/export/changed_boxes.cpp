@@ -14,12 +14,6 @@ namespace {
 constexpr std::int64_t kLargestElement = 8;  // bytes; larger ones travel whole
 constexpr auto kPositionBytes = static_cast<std::int64_t>(sizeof(std::int32_t));
 
-/// Which elements have other bits: bool, 1-D.
-at::Tensor changed(const at::Tensor& values, const at::Tensor& saved) {
-  const auto differ = bits(values.view({-1})).ne(bits(saved.to(values.device())));
-  return differ.dim() == 1 ? differ : differ.any(1);
-}
-
 /// A copy of bytes, which may lie anywhere, as values.
 at::Tensor copied(const at::Tensor& bytes, at::ScalarType dtype) { return bytes.clone().view(dtype); }
 
@@ -31,7 +25,7 @@ std::int64_t travelling_bytes(const SentBox& box, ChangedCount count) {
 }
 
 ChangedCount count_changed(const SentBox& box, const at::Tensor& values, const at::Tensor& saved) {
-  const auto counted = changed(values, saved).count_nonzero().item<std::int64_t>();
+  const auto counted = changed_elements(values.view({-1}), saved).count_nonzero().item<std::int64_t>();
   if (counted == 0) return 0;
   if (counted > std::numeric_limits<ChangedCount>::max() || values.itemsize() > kLargestElement) return kAllOfIt;
   const auto count = static_cast<ChangedCount>(counted);
@@ -41,19 +35,14 @@ ChangedCount count_changed(const SentBox& box, const at::Tensor& values, const a
 
 void pack_changes(const at::Tensor& values, at::Tensor& saved, ChangedCount count, const at::Tensor& bytes) {
   if (count == 0) return;
-  const auto places = changed(values, saved).nonzero().view({-1});
+  const auto flat = values.view({-1});
+  const auto places = changed_elements(flat, saved).nonzero().view({-1});
   if (places.numel() != count) throw Error("transfer_plan: something writes to the weights while they are sent; run between steps");
-  const auto new_bits = bits(values.view({-1})).index_select(0, places);
+  const auto new_bits = bits(flat).index_select(0, places);
   bits(saved).index_copy_(0, places.to(saved.device()), new_bits.to(saved.device()));
   const auto border = count * kPositionBytes;
   bytes.narrow(0, 0, border).copy_(places.to(at::kInt).view(at::kByte));
   bytes.narrow(0, border, bytes.numel() - border).copy_(new_bits.view({-1}).view(at::kByte));
-}
-
-void save_box(const at::Tensor& values, at::Tensor& saved, std::optional<at::Device> device) {
-  const auto flat = values.view({-1});
-  if (!saved.defined()) saved = at::empty(flat.sizes(), flat.options().device(device.value_or(flat.device())));
-  saved.copy_(flat);
 }
 
 void place_changes(const SentBox& box, ChangedCount count, const at::Tensor& bytes, const ckpt::Box& common, const at::Tensor& into) {

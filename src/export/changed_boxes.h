@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "export/planned_messages.h"
@@ -25,9 +24,6 @@ ChangedCount count_changed(const SentBox& box, const at::Tensor& values, const a
 /// Writes the changed elements into `bytes`, and moves `saved` on. Throws Error if they are not as many as were counted: something else
 /// writes to the values.
 void pack_changes(const at::Tensor& values, at::Tensor& saved, ChangedCount count, const at::Tensor& bytes);
-
-/// Makes `saved` the values, on `device`, or where it is.
-void save_box(const at::Tensor& values, at::Tensor& saved, std::optional<at::Device> device);
 
 /// Puts the changed elements of a box, as they have come in `bytes`, into `into`, which is `common`, a box within it.
 void place_changes(const SentBox& box, ChangedCount count, const at::Tensor& bytes, const ckpt::Box& common, const at::Tensor& into);

@@ -362,7 +362,7 @@ std::optional<PlannedTransfer::Flight> PlannedTransfer::prepare(const Round& rou
     stage(flight.sent, sent.bytes);
     pack(sent, flight.sent.bytes);
   } else if (since_ != nullptr) {
-    save_box(flight.sent.bytes.view(sent.message->boxes.front().dtype), since_->shards[sent.first_box], since_->device);
+    save_values(flight.sent.bytes.view(sent.message->boxes.front().dtype), since_->shards[sent.first_box], since_->device);
   }
   flight.messages.push_back({.sends = true, .peer = sent.message->receiver, .bytes = flight.sent.bytes});
   return flight;
@@ -398,7 +398,7 @@ void PlannedTransfer::pack(const OwnMessage& own, const at::Tensor& bytes) {
     auto* saved = since_ == nullptr ? nullptr : &since_->shards[own.first_box + i];
     if (count != kAllOfIt) return pack_changes(travelling_values(box), *saved, count, of_box);
     values_of(box, of_box).copy_(held_values(box));
-    if (saved != nullptr) save_box(of_box.view(box.dtype), *saved, since_->device);
+    if (saved != nullptr) save_values(of_box.view(box.dtype), *saved, since_->device);
   });
 }
 

@@ -70,6 +70,16 @@ at::Tensor bits(const at::Tensor& values) {
   }
 }
 
+at::Tensor changed_elements(const at::Tensor& values, const at::Tensor& saved) {
+  const auto differ = bits(values).ne(bits(saved.to(values.device())));
+  return differ.dim() == 1 ? differ : differ.any(1);
+}
+
+void save_values(const at::Tensor& values, at::Tensor& saved, std::optional<at::Device> device) {
+  if (!saved.defined()) saved = at::empty(values.sizes(), values.options().device(device.value_or(values.device())));
+  saved.copy_(values);
+}
+
 bool is_converted(at::ScalarType dtype) { return at::isFloatingType(dtype) && dtype != at::kFloat4_e2m1fn_x2; }
 
 at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype) {
@@ -107,17 +117,10 @@ at::Tensor Comparison::now(std::size_t entry) const {
   return merged;
 }
 
-/// Which elements of this rank's values have other bits than in the snapshot: bool, 1-D.
-at::Tensor Comparison::changed(std::size_t entry) const {
-  const auto values = now(entry);
-  const auto differ = bits(values).ne(bits(saved_.shards[entry].to(values.device())));
-  return differ.dim() == 1 ? differ : differ.any(1);
-}
-
 std::vector<std::int64_t> Comparison::count() const {
   std::vector<std::int64_t> counts;
   for (std::size_t i = 0; i < entries_.size(); ++i) {
-    counts.push_back(is_sent(entries_[i]) ? changed(i).count_nonzero().item<std::int64_t>() : 0);
+    counts.push_back(is_sent(entries_[i]) ? changed_elements(now(i), saved_.shards[i]).count_nonzero().item<std::int64_t>() : 0);
   }
   return counts;
 }
@@ -130,7 +133,7 @@ std::vector<Entry> Comparison::take(const Counts& counts) {
     const auto place = static_cast<std::int64_t>(c10::elementSize(dtype_of_positions(numel)));
     if (everything_ || counts.largest[i] * (place + value) >= numel * value) {
       if (!everything_ && counts.largest[i] == 0) continue;
-      save_whole(i);
+      if (is_sent(entries_[i])) save_values(now(i), saved_.shards[i], saved_.device);
       auto& entry = taken.emplace_back(entries_[i]);
       // What is written to the shards while the stream goes on is not sent, and the next comparison finds it.
       if (is_sent(entry)) entry.own = saved_.shards[i];
@@ -142,22 +145,15 @@ std::vector<Entry> Comparison::take(const Counts& counts) {
   return taken;
 }
 
-void Comparison::save_whole(std::size_t entry) {
-  if (!is_sent(entries_[entry])) return;
-  const auto values = now(entry);
-  auto& saved = saved_.shards[entry];
-  if (!saved.defined()) saved = at::empty(values.sizes(), values.options().device(saved_.device.value_or(values.device())));
-  saved.copy_(values);
-}
-
 /// Adds an entry for the positions and one for the values.
 void Comparison::take_changes(std::size_t i, const Counts& counts, std::vector<Entry>& taken) {
   const auto& entry = entries_[i];
   auto positions = at::empty({0}, entry.own.options().dtype(at::kLong));
   auto values = at::empty({0}, entry.own.options().dtype(travelling_dtype(entry, dtype_)));
   if (is_sent(entry)) {
-    const auto places = changed(i).nonzero().view({-1});
-    const auto new_bits = bits(now(i)).index_select(0, places);
+    const auto mine = now(i);
+    const auto places = changed_elements(mine, saved_.shards[i]).nonzero().view({-1});
+    const auto new_bits = bits(mine).index_select(0, places);
     auto saved = bits(saved_.shards[i]);
     saved.index_copy_(0, places.to(saved.device()), new_bits.to(saved.device()));
     positions = places_in_unit(entry, places);

@@ -57,8 +57,6 @@ class Comparison {
 
  private:
   at::Tensor now(std::size_t entry) const;
-  at::Tensor changed(std::size_t entry) const;
-  void save_whole(std::size_t entry);
   void take_changes(std::size_t entry, const Counts& counts, std::vector<Entry>& taken);
   bool is_sent(const Entry& entry) const { return receives_ || entry.is_cut(); }
 
@@ -72,6 +70,10 @@ class Comparison {
 
 /// A 1-D tensor's bits as integers, of which a copy and a comparison know no NaN and no sign of zero. Elements of 16 bytes are rows of two.
 at::Tensor bits(const at::Tensor& values);
+/// Which elements have other bits than the saved ones: bool, 1-D. Both are 1-D; `saved` may be on another device.
+at::Tensor changed_elements(const at::Tensor& values, const at::Tensor& saved);
+/// Makes `saved` the values, 1-D, on `device`, or where they are.
+void save_values(const at::Tensor& values, at::Tensor& saved, std::optional<at::Device> device);
 /// "all", "the first" or "one per host".
 const char* name_of(WeightReceivers receivers);
 /// What a snapshot's streams must have in common, a line each.
