@@ -323,34 +323,36 @@ class WeightSnapshot:
 
 _Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
 
-class Meetings:
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None: ...
+class TransferPeers:
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None: ...
 
 class TransferTarget:
     def __init__(
         self, name: str, into: torch.Tensor, offsets: Sequence[int] | None, dtype: torch.dtype | None
     ) -> None: ...
 
-class PlannedTransfer:
+class HeldChunk:
+    def __init__(
+        self, name: str, shape: Sequence[int], offsets: Sequence[int], values: torch.Tensor, as_is: bool
+    ) -> None: ...
+
+class TransferSide:
     def __init__(
         self,
-        meetings: Meetings,
-        device: torch.device,
-        group: object,
         *,
-        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]],
+        held: Sequence[HeldChunk],
         targets: Sequence[TransferTarget],
         aliases: Sequence[tuple[str, str]],
-        settings: tuple[Sequence[int], int, timedelta],
         problem: str,
     ) -> None: ...
+
+class TransferSettings:
+    def __init__(self, receivers: Sequence[int], message_bytes: int, timeout: timedelta) -> None: ...
+
+class PlannedTransfer:
+    def __init__(self, peers: TransferPeers, side: TransferSide, settings: TransferSettings) -> None: ...
     def run(
-        self,
-        held: Sequence[tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]],
-        *,
-        problem: str,
-        timeout: timedelta,
-        since: WeightSnapshot | None,
+        self, held: Sequence[HeldChunk], *, problem: str, timeout: timedelta, since: WeightSnapshot | None
     ) -> None: ...
     @property
     def travelled_bytes(self) -> int: ...

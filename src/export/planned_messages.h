@@ -22,6 +22,8 @@ struct HeldBox {
   at::ScalarType dtype = at::kFloat;
   ckpt::Box box;
   bool as_is = false;  ///< It is never converted: its elements are codes, also where their dtype is one of numbers.
+
+  bool operator==(const HeldBox&) const = default;
 };
 
 /// What a rank wants of a tensor.

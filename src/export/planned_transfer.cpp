@@ -42,10 +42,6 @@ void for_each_box(const OwnMessage& own, const at::Tensor& bytes, const Visit& v
 
 at::Tensor values_of(const SentBox& box, const at::Tensor& bytes) { return bytes.view(box.dtype).view(box.box.sizes); }
 
-bool same(const HeldBox& a, const HeldBox& b) {
-  return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.box == b.box && a.as_is == b.as_is;
-}
-
 std::string handled_exception_text() {
   auto text = current_exception_text();
   return text.empty() ? "an error without a message" : text;
@@ -60,7 +56,7 @@ PlannedTransfer::PlannedTransfer(std::shared_ptr<TransferPeers> peers, TransferS
   id_ = "plan " + std::to_string(count++);
   const auto text = "receivers " + text_of(settings.receivers) + " and message_bytes " + std::to_string(settings.message_bytes);
   together({.what = "plan", .problem = problem, .settings = text}, settings.timeout);
-  number_ = peers_->meetings().count();
+  number_ = peers_->rendezvous_count();
   tell_boxes(side, settings.message_bytes);
   for (const auto& [held, values] : side.held) signature_.push_back(held);
   find_rounds();
@@ -68,17 +64,11 @@ PlannedTransfer::PlannedTransfer(std::shared_ptr<TransferPeers> peers, TransferS
 
 /// Returns whether all ranks know what receivers have. Throws Error on all ranks, unless all have come for the same, and none has a
 /// problem.
-bool PlannedTransfer::together(const Said& mine, std::chrono::milliseconds timeout) const {
-  Encoder encoder;
-  for (const auto* text : {&mine.what, &mine.problem, &mine.settings}) encoder.text(*text);
-  encoder.number(mine.knows ? 1 : 0);
+bool PlannedTransfer::together(Said mine, std::chrono::milliseconds timeout) const {
+  std::string encoded;
+  encode(encoded, mine);
   std::vector<Said> all;
-  for (const auto& bytes : peers_->meetings().meet(encoder.bytes(), timeout)) {
-    Decoder decoder(bytes);
-    auto& said = all.emplace_back();
-    for (auto* text : {&said.what, &said.problem, &said.settings}) *text = decoder.text();
-    said.knows = decoder.number() != 0;
-  }
+  for (std::string_view bytes : peers_->rendezvous(encoded, timeout)) decode(bytes, all.emplace_back());
   const auto& first = all.front();
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     const auto number = std::to_string(rank);
@@ -97,31 +87,24 @@ bool PlannedTransfer::together(const Said& mine, std::chrono::milliseconds timeo
 
 /// Makes the plan of what all ranks have and want.
 void PlannedTransfer::tell_boxes(const TransferSide& side, std::int64_t message_bytes) {
-  RankBoxes mine;
-  for (const auto& [held, values] : side.held) mine.held.push_back(held);
-  for (const auto& [wanted, into] : side.targets) mine.wanted.push_back(wanted);
-  Encoder encoder;
-  encode(encoder, mine);
-  encoder.number(static_cast<std::int64_t>(side.aliases.size()));
-  for (const auto& [alias, name] : side.aliases) {
-    encoder.text(alias);
-    encoder.text(name);
-  }
+  std::pair mine{RankBoxes(), side.aliases};
+  for (const auto& [held, values] : side.held) mine.first.held.push_back(held);
+  for (const auto& [wanted, into] : side.targets) mine.first.wanted.push_back(wanted);
+  std::string encoded;
+  encode(encoded, mine);
   std::vector<std::string> told;
   try {
-    told = peers_->exchange(encoder.bytes());
+    told = peers_->exchange(encoded);
   } catch (const std::exception&) {
     throw CommError("transfer_plan: a rank has gone while the ranks told each other what they want: " + current_exception_text());
   }
   std::vector<RankBoxes> ranks;
   std::unordered_map<std::string, std::string> names;  // of tensors that are tied, by their other names
-  for (const auto& bytes : told) {
-    Decoder decoder(bytes);
-    ranks.push_back(decode_boxes(decoder));
-    for (auto count = decoder.number(); count > 0; --count) {
-      auto alias = decoder.text();
-      names[std::move(alias)] = decoder.text();
-    }
+  for (std::string_view bytes : told) {
+    decltype(mine) of_rank;
+    decode(bytes, of_rank);
+    ranks.push_back(std::move(of_rank.first));
+    for (auto& [alias, name] : of_rank.second) names[std::move(alias)] = std::move(name);
   }
   const auto name_of = [&](const std::string& name) {
     const auto found = names.find(name);
@@ -163,7 +146,7 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   Said said{.what = "run of plan " + std::to_string(number_), .problem = std::move(problem), .settings = "no snapshot"};
   if (!failure_.empty()) {
     said.problem = "an earlier run has failed (" + failure_ + "): make a new group and a new plan";
-  } else if (said.problem.empty() && !std::ranges::equal(held, signature_, same, &HeldValues::held)) {
+  } else if (said.problem.empty() && !std::ranges::equal(held, signature_, {}, &HeldValues::held)) {
     said.problem = "the model's shards are not those of which the plan was made: make a new plan";
   }
   if (since != nullptr) {
@@ -203,7 +186,7 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
   since_ = nullptr;
   std::vector<std::string> failures;
   try {
-    failures = peers_->meetings().meet(failure, timeout);
+    failures = peers_->rendezvous(failure, timeout);
   } catch (const CommError& error) {
     failure_ = error.what();
     throw CommError(failure_ + ", during the " + said.what + (failure.empty() ? "" : "; here: " + failure));
@@ -217,6 +200,20 @@ void PlannedTransfer::run(std::vector<HeldValues> held, std::string problem, std
     since->state = SnapshotState::kKnown;
     since->last_run = runs_;
   }
+}
+
+std::vector<TransferMessage> PlannedTransfer::messages() const {
+  std::vector<TransferMessage> messages;
+  for (const auto& message : plan_.messages) {
+    if (message.sender != peers_->rank() && message.receiver != peers_->rank()) continue;
+    auto& shown = messages.emplace_back();
+    shown.sender = message.sender;
+    shown.receiver = message.receiver;
+    for (const auto& [tensor, box, dtype] : message.boxes) {
+      shown.boxes.push_back({.name = plan_.names[tensor], .offsets = box.offsets, .sizes = box.sizes, .dtype = dtype});
+    }
+  }
+  return messages;
 }
 
 void PlannedTransfer::copy_own() const {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "export/transfer_peers.h"
 #include "export/transfer_side.h"
 #include "export/weight_changes.h"
+#include "fsdp/transfer_plan.h"
 
 namespace fsdp::weights {
 
@@ -43,7 +45,8 @@ class PlannedTransfer {
   const PlannedMessages& plan() const { return plan_; }
   /// The bytes that this rank has sent in the last run.
   std::int64_t travelled_bytes() const { return sent_bytes_; }
-  const TransferPeers& peers() const { return *peers_; }
+  /// What this rank sends and receives, in this order.
+  std::vector<TransferMessage> messages() const;
 
  private:
   /// A message of this rank in one run.
@@ -99,9 +102,11 @@ class PlannedTransfer {
     std::string problem;
     std::string settings;
     bool knows = false;  ///< What receivers have.
+
+    friend auto fields_of(Said& said) { return std::tie(said.what, said.problem, said.settings, said.knows); }
   };
 
-  bool together(const Said& mine, std::chrono::milliseconds timeout) const;
+  bool together(Said mine, std::chrono::milliseconds timeout) const;
   void tell_boxes(const TransferSide& side, std::int64_t message_bytes);
   void find_rounds();
   void copy_own() const;

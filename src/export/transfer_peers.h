@@ -4,13 +4,13 @@
 #include <c10/core/Device.h>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 #include <vector>
-
-#include "export/meetings.h"
 
 namespace fsdp::weights {
 
@@ -21,31 +21,47 @@ struct PostedMessage {
   at::Tensor bytes;
 };
 
-/// The ranks of a transfer, as one of them reaches the others.
+/// The ranks of a transfer, as one of them reaches the others. Not thread-safe.
 class TransferPeers {
  public:
   /// Waits for something that has been posted. Throws std::runtime_error if it does not end in time, or can't.
   using Wait = std::function<void(std::chrono::milliseconds timeout)>;
 
-  explicit TransferPeers(std::shared_ptr<Meetings> meetings) : meetings_(std::move(meetings)) {}
+  /// `group`, `store`: null for a group of one rank. `device`: where the memory of messages must lie.
+  TransferPeers(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store, c10::Device device)
+      : group_(std::move(group)), store_(std::move(store)), device_(device) {}
   virtual ~TransferPeers() = default;
-  TransferPeers(const TransferPeers&) = delete;
-  TransferPeers& operator=(const TransferPeers&) = delete;
 
-  int rank() const { return meetings_->rank(); }
-  int size() const { return meetings_->size(); }
-  Meetings& meetings() const { return *meetings_; }
+  int rank() const { return group_ == nullptr ? 0 : group_->getRank(); }
+  int size() const { return group_ == nullptr ? 1 : group_->getSize(); }
+  c10::Device device() const { return device_; }
 
-  /// Where the memory of messages must lie.
-  virtual c10::Device device() const = 0;
+  /// Returns each rank's text, once all ranks have come. Every rank calls it. It goes through the store, because a collective does not name
+  /// a rank for which it has waited too long (and Gloo then closes the connections of all ranks). Rank 0, which serves the store of most
+  /// groups, returns last, so that it may end then. Throws CommError on all ranks that come, if a rank did not in this time, with its
+  /// number; or if the store is gone.
+  ///
+  /// [Note: One verdict] A rank for which others have waited too long may come at that very moment. So each rank proposes what it has seen,
+  /// and the store keeps the first proposal, which all ranks take.
+  std::vector<std::string> rendezvous(const std::string& text, std::chrono::milliseconds timeout);
+  /// The number of calls of rendezvous(), which is the same on all ranks.
+  std::int64_t rendezvous_count() const { return count_; }
+
   /// Returns the bytes of every rank. Collective; throws std::exception.
-  virtual std::vector<std::string> exchange(const std::string& bytes) const = 0;
+  std::vector<std::string> exchange(const std::string& bytes) const;
   /// Begins to send and to receive. Messages from one rank to another arrive in the order in which they were posted. Returns one wait for
   /// each message, or one for all. The memory must stay until then. Throws std::exception.
-  virtual std::vector<Wait> post(const std::vector<PostedMessage>& messages) const = 0;
+  virtual std::vector<Wait> post(const std::vector<PostedMessage>& messages) const;
 
  private:
-  const std::shared_ptr<Meetings> meetings_;
+  std::vector<std::string> rendezvous_at(std::int64_t number, const std::string& text, std::chrono::milliseconds timeout);
+  void leave(std::int64_t number, std::chrono::milliseconds timeout);
+  std::vector<at::Tensor> gather(const at::Tensor& mine) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::Device device_;
+  std::int64_t count_ = 0;
 };
 
 }  // namespace fsdp::weights

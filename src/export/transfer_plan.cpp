@@ -91,20 +91,7 @@ std::int64_t TransferPlan::travelled_bytes() const { return transfer_->travelled
 
 std::map<std::pair<int, int>, std::int64_t> TransferPlan::bytes_sent() const { return weights::bytes_of_pairs(transfer_->plan()); }
 
-std::vector<TransferMessage> TransferPlan::messages() const {
-  const auto& plan = transfer_->plan();
-  std::vector<TransferMessage> messages;
-  for (const auto& message : plan.messages) {
-    if (message.sender != transfer_->peers().rank() && message.receiver != transfer_->peers().rank()) continue;
-    auto& shown = messages.emplace_back();
-    shown.sender = message.sender;
-    shown.receiver = message.receiver;
-    for (const auto& box : message.boxes) {
-      shown.boxes.push_back({.name = plan.names[box.tensor], .offsets = box.box.offsets, .sizes = box.box.sizes, .dtype = box.dtype});
-    }
-  }
-  return messages;
-}
+std::vector<TransferMessage> TransferPlan::messages() const { return transfer_->messages(); }
 
 std::int64_t TransferPlan::rounds() const { return transfer_->plan().rounds; }
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     Box = tuple[str, Sequence[int], Sequence[int], torch.dtype]
-    # name, shape of the whole, offsets, values, and whether they are codes
-    _Held = tuple[str, Sequence[int], Sequence[int], torch.Tensor, bool]
-
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -50,31 +47,12 @@ class WantedBox:
     dtype: torch.dtype | None = None
 
 
-class _Group:
-    """A process group, as C++ calls it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def exchange(self, said: bytes) -> list[bytes]:
-        """Returns what each rank says."""
-        every: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(every, said, group=self._group)
-        return every
-
-    def post(self, messages: list[tuple[bool, int, torch.Tensor]]) -> list[dist.Work]:
-        """Begins to send (True) to ranks of the group, and to receive."""
-        operations = [
-            dist.P2POp(dist.isend if sends else dist.irecv, of_bytes, group=self._group, group_peer=peer)
-            for sends, peer, of_bytes in messages
-        ]
-        return dist.batch_isend_irecv(operations)
-
-
 class TransferPlan:
     """Who sends which parts of the weights to whom: see transfer_plan."""
 
-    def __init__(self, transfer: _C.PlannedTransfer, group: dist.ProcessGroup, model: nn.Module | None, timeout: timedelta) -> None:
+    def __init__(
+        self, transfer: _C.PlannedTransfer, group: dist.ProcessGroup, model: nn.Module | None, timeout: timedelta
+    ) -> None:
         """For the library's own use."""
         self._transfer, self._group, self._model, self._timeout = transfer, group, model, timeout
 
@@ -120,7 +98,7 @@ class TransferPlan:
                 group and a new plan.
             Error: on all ranks, if one of them can't take part; nothing was sent.
         """
-        held: list[_Held] = []
+        held: list[_C.HeldChunk] = []
         problem = ""
         try:
             if since is not None and not isinstance(since, WeightSnapshot):
@@ -166,10 +144,10 @@ def transfer_plan(
     group = group or dist.distributed_c10d._get_default_group()
     if not isinstance(group, dist.ProcessGroup):
         raise _C.Error("transfer_plan: this rank is not in the group")
-    held: list[_Held] = []
+    held: list[_C.HeldChunk] = []
     targets: list[_C.TransferTarget] = []
     aliases: dict[str, str] = {}
-    settings: tuple[list[int], int, timedelta] = ([], 0, _TIMEOUT)
+    settings = _C.TransferSettings([], 0, _TIMEOUT)
     problem = ""
     try:
         settings = _settings(group, receivers, message_bytes, timeout)
@@ -178,37 +156,27 @@ def transfer_plan(
         held, aliases = _held_of(model)
     except Exception as error:  # Of any kind: the others wait for this rank.
         problem = _text_of(error)
-    transfer = _C.PlannedTransfer(
-        _meetings_of(group),
-        torch.device(dist.distributed_c10d._get_object_coll_device(group)),
-        _Group(group),
-        held=held,
-        targets=targets,
-        aliases=list(aliases.items()),
-        settings=settings,
-        problem=problem,
-    )
-    return TransferPlan(transfer, group, model, timeout)
+    side = _C.TransferSide(held=held, targets=targets, aliases=list(aliases.items()), problem=problem)
+    return TransferPlan(_C.PlannedTransfer(_peers_of(group), side, settings), group, model, timeout)
 
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Meetings] = weakref.WeakKeyDictionary()
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.TransferPeers] = weakref.WeakKeyDictionary()
 
 
-def _meetings_of(group: dist.ProcessGroup) -> _C.Meetings:
-    """Returns the meetings of a group of this process, which all of its plans count together."""
-    if group not in _meetings:
+def _peers_of(group: dist.ProcessGroup) -> _C.TransferPeers:
+    """Returns the ranks of a group, for all of its plans in this process: they count their calls together."""
+    if group not in _peers:
         store = dist.distributed_c10d._get_process_group_store(group)
-        _meetings[group] = _C.Meetings(store, group.rank(), group.size())
-    return _meetings[group]
+        device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+        _peers[group] = _C.TransferPeers(group, store, device)
+    return _peers[group]
 
 
 def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _settings(
-    group: dist.ProcessGroup, receivers: Any, message_bytes: Any, timeout: Any
-) -> tuple[list[int], int, timedelta]:
+def _settings(group: dist.ProcessGroup, receivers: Any, message_bytes: Any, timeout: Any) -> _C.TransferSettings:
     """Checks what all ranks say alike, and each rank's timeout.
 
     Raises:
@@ -223,7 +191,7 @@ def _settings(
         raise _C.Error(f"timeout must be at least a millisecond, got {timeout}")
     if not all(isinstance(rank, int) and 0 <= rank < group.size() for rank in receivers):
         raise _C.Error(f"receivers must be ranks of the group, below {group.size()}, got {receivers!r}")
-    return receivers, message_bytes, timeout
+    return _C.TransferSettings(receivers, message_bytes, timeout)
 
 
 def _check(model: nn.Module | None) -> None:
@@ -241,7 +209,7 @@ def _target_of(box: WantedBox) -> _C.TransferTarget:
     return _C.TransferTarget(box.name, box.into, None if box.offsets is None else list(box.offsets), box.dtype)
 
 
-def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
+def _held_of(model: nn.Module | None) -> tuple[list[_C.HeldChunk], dict[str, str]]:
     """Returns this rank's boxes of the tensors of the model, and the other names of tied ones.
 
     Raises:
@@ -252,7 +220,7 @@ def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
     for _, state, _ in states_in(model):
         if state.post_optim_event is not None:  # The next forward waits for it, too.
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
-    held: list[_Held] = []
+    held: list[_C.HeldChunk] = []
     packed = [clean(name) for name, p in model.named_parameters(remove_duplicate=False) if is_packed(p)]
 
     def add(path: tuple[str, ...], tensor: torch.Tensor) -> Item:
@@ -261,7 +229,7 @@ def _held_of(model: nn.Module | None) -> tuple[list[_Held], dict[str, str]]:
         local = values_of(name, tensor)
         if local.numel() > 0:
             as_is = is_of_packed(name, packed)
-            held.extend((name, shape, box.offsets, box.values, as_is) for box in _chunks_of(name, tensor, local))
+            held.extend(_C.HeldChunk(name, shape, *chunk, as_is) for chunk in _chunks_of(name, tensor, local))
         return Item(path, shape, [0] * len(shape), local)
 
     found = model_state(model, add)

@@ -264,11 +264,8 @@ TEST(TransferPlan, PiecesOfTensorParallelRanks) {
 /// Tells what a rank does, in its order: "post", "wait" and "copy".
 class Observed final : public TransferPeers {
  public:
-  Observed(const TransferGroup& group, std::shared_ptr<fsdp::weights::Meetings> meetings)
-      : TransferPeers(std::move(meetings)), peers_(group.peers()) {}
+  explicit Observed(const TransferGroup& group) : TransferPeers(*group.peers()) {}
 
-  c10::Device device() const override { return peers_->device(); }
-  std::vector<std::string> exchange(const std::string& bytes) const override { return peers_->exchange(bytes); }
   std::vector<Wait> post(const std::vector<PostedMessage>& messages) const override {
     events.emplace_back("post");
     for (const auto& message : messages) {
@@ -276,7 +273,7 @@ class Observed final : public TransferPeers {
       largest = std::max(largest, static_cast<std::int64_t>(message.bytes.nbytes()));
       memory.insert(message.bytes.storage().data());
     }
-    auto waits = peers_->post(messages);
+    auto waits = TransferPeers::post(messages);
     for (auto& wait : waits) {
       wait = [this, inner = std::move(wait)](std::chrono::milliseconds timeout) {
         inner(timeout);
@@ -290,9 +287,6 @@ class Observed final : public TransferPeers {
   mutable std::int64_t sent_bytes = 0;
   mutable std::int64_t largest = 0;
   mutable std::set<const void*> memory;  ///< Where messages lay.
-
- private:
-  const std::shared_ptr<TransferPeers> peers_;
 };
 
 /// Runs, and returns what the rank has done. Not "copy" twice in succession.
@@ -324,7 +318,7 @@ struct Pair {
 std::pair<Events, std::size_t> events_of(int rank, const Pair& pair) {
   const auto mesh = fsdp::init_device_mesh("cpu", {{"rank", -1}});
   const TransferGroup group(mesh);
-  const auto peers = std::make_shared<Observed>(group, std::shared_ptr<fsdp::weights::Meetings>(group.peers(), &group.peers()->meetings()));
+  const auto peers = std::make_shared<Observed>(group);
   const auto values = at::arange(48, at::kFloat).view({4, 12});
   const bool sends = std::ranges::count(pair.senders, rank) > 0;
   const bool receives = std::ranges::count(pair.senders, 1 - rank) > 0;

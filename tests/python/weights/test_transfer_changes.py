@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.messages import Messages
 from support.ranks import StartRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -232,19 +232,17 @@ def fails_halfway() -> None:
     whole = sides.bytes_of_run(since=snapshot)
     sides.change(0.05, 1)
     calls = 0
-    original: Any = dist.batch_isend_irecv
 
-    def fail(operations: list[dist.P2POp]) -> Any:
+    def fail(sends: bool, peer: int, of_bytes: Tensor) -> None:
         nonlocal calls
         calls += 1
         if dist.get_rank() == 1 and calls == 3:
             # The others wait for it no longer than their timeout, which closes the group's connections.
             raise RuntimeError("on purpose")
-        return original(operations)
 
     sides.plan._timeout = timedelta(seconds=1)
     failed = r"has failed on rank|during the run of plan"
-    with mock.patch.object(dist, "batch_isend_irecv", fail), pytest.raises(libfsdp.CommError, match=failed):
+    with Messages(fail), pytest.raises(libfsdp.CommError, match=failed):
         sides.plan.run(since=snapshot)
     with pytest.raises(libfsdp.Error, match="an earlier run has failed"):
         sides.plan.run(since=snapshot)

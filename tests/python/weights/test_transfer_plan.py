@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.messages import Messages
 from support.ranks import RankError, StartRanks
 from support.training import full
 from torch import Tensor, nn
@@ -128,22 +128,17 @@ class Allocations(TorchDispatchMode):
 def counted(plan: libfsdp.TransferPlan) -> dict[tuple[int, int], int]:
     """Runs a plan, and returns the bytes that this rank has sent, by sender and receiver."""
     sent: dict[tuple[int, int], int] = defaultdict(int)
-    original: Callable[[list[dist.P2POp]], Any] = dist.batch_isend_irecv
-    rounds = []
+    messages = {True: 0, False: 0}
 
-    def send(operations: list[dist.P2POp]) -> Any:
-        rounds.append(len(operations))
-        kinds = [operation.op for operation in operations]
-        assert len(set(kinds)) == len(kinds)  # one message each way
-        for operation in operations:
-            assert operation.tensor.nbytes <= plan.largest_bytes
-            if operation.op == dist.isend:
-                sent[dist.get_rank(), operation.group_peer] += operation.tensor.nbytes
-        return original(operations)
+    def count(sends: bool, peer: int, of_bytes: Tensor) -> None:
+        messages[sends] += 1
+        assert of_bytes.nbytes <= plan.largest_bytes
+        if sends:
+            sent[dist.get_rank(), peer] += of_bytes.nbytes
 
-    with mock.patch.object(dist, "batch_isend_irecv", send), Allocations() as allocations:
+    with Messages(count), Allocations() as allocations:
         plan.run()
-    assert len(rounds) <= plan.rounds
+    assert max(messages.values()) <= plan.rounds  # In each, one message each way.
     assert allocations.largest <= 2 * plan.largest_bytes
     return dict(sent)
 
@@ -379,12 +374,12 @@ def dies(when: str) -> None:
     if dist.get_rank() == 2:
         if when == "halfway":
             calls = iter(range(5))
-            original: Callable[[list[dist.P2POp]], Any] = dist.batch_isend_irecv
 
-            def end(operations: list[dist.P2POp]) -> Any:
-                return original(operations) if next(calls, None) is not None else os._exit(3)
+            def end(sends: bool, peer: int, of_bytes: Tensor) -> None:
+                if next(calls, None) is None:
+                    os._exit(3)
 
-            with mock.patch.object(dist, "batch_isend_irecv", end):
+            with Messages(end):
                 plan.run()
         os._exit(3)
     with pytest.raises(libfsdp.CommError) as caught:
