@@ -277,39 +277,74 @@ class WeightReceivers:
     @property
     def value(self) -> int: ...
 
-_Chunks = Sequence[tuple[list[int], list[int], list[int]]]
-_GivenAssembly = tuple[list[DeviceMesh], list[list[int]], Sequence[_Chunks]]
-_GivenEntry = tuple[
-    list[str], list[int], torch.Tensor, ShownUnit | None, int, int, _GivenAssembly | None, bool, torch.Tensor
-]
+class WeightAdapter:
+    def __init__(self, weight: str, up: str, down: str, scale: float, transposed: bool) -> None: ...
+    @property
+    def up(self) -> str: ...
+    @property
+    def down(self) -> str: ...
+
+class FullWeightsOptions:
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        ranks: WeightReceivers,
+        adapters: Sequence[WeightAdapter],
+        since: WeightSnapshot | None,
+    ) -> None: ...
+
+class WeightAssembly:
+    def __init__(
+        self,
+        meshes: Sequence[DeviceMesh],
+        shapes: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[tuple[list[int], list[int], list[int]]]],
+    ) -> None: ...
+
+class WeightEntry:
+    def __init__(
+        self,
+        *,
+        names: Sequence[str],
+        shape: Sequence[int],
+        own: torch.Tensor,
+        value: torch.Tensor,
+        as_is: bool,
+        assembly: WeightAssembly | None,
+    ) -> None: ...
+    def set_unit(self, unit: ShownUnit, parameter: int, cut: int) -> None: ...
+
+class WeightChange:
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def values(self) -> torch.Tensor: ...
+
+class WeightBucket:
+    @property
+    def weights(self) -> list[tuple[str, torch.Tensor]]: ...
+    @property
+    def changes(self) -> list[WeightChange]: ...
+    @property
+    def flat(self) -> torch.Tensor | None: ...
 
 class WeightStream:
     def __init__(
         self,
         models: Sequence[HookedModel],
-        state: tuple[
-            Sequence[_GivenEntry],
-            Sequence[tuple[str, str, str, float, bool]],
-            Mapping[str, str],
-        ],
-        *,
-        bucket_bytes: int,
-        dtype: torch.dtype | None,
-        ranks: WeightReceivers,
-        since: WeightSnapshot | None,
-        problem: str,
         meshes: Sequence[DeviceMesh],
+        entries: Sequence[WeightEntry],
+        names: Mapping[str, str],
+        options: FullWeightsOptions,
+        problem: str,
     ) -> None: ...
-    def next(
-        self,
-    ) -> (
-        tuple[
-            list[tuple[str, torch.Tensor]],
-            list[tuple[str, list[int], torch.Tensor, torch.Tensor]],
-            torch.Tensor | None,
-        ]
-        | None
-    ): ...
+    def next(self) -> WeightBucket | None: ...
     def close(self) -> None: ...
     @property
     def buckets(self) -> int: ...

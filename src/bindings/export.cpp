@@ -27,78 +27,54 @@ using weights::WeightStream;
 
 using Sizes = std::vector<std::int64_t>;
 
-/// Meshes along whose dimensions a tensor is cut, and by rank the shape of its piece, and the boxes of that: where each begins in the piece
-/// and in the tensor, and its sizes.
-using GivenAssembly = std::tuple<std::vector<DeviceMesh>, std::vector<Sizes>, std::vector<std::vector<std::tuple<Sizes, Sizes, Sizes>>>>;
+/// The chunks of a piece: where each begins in the piece and in the tensor, and its sizes.
+using GivenChunks = std::vector<std::tuple<Sizes, Sizes, Sizes>>;
 
-/// The names of a tensor, its shape, what this rank has of it, the unit over whose ranks it is cut (or None), its index there, the
-/// dimension that is cut, how the whole is put together if a unit has pieces only (or None), whether it is never converted, and the tensor
-/// as the state dict has it.
-using GivenEntry = std::tuple<std::vector<std::string>, Sizes, at::Tensor, std::shared_ptr<ShownUnit>, std::size_t, std::int64_t,
-                              std::optional<GivenAssembly>, bool, at::Tensor>;
-
-/// A WeightAdapter: the names of the weight, of B and of A, the scale, and whether the weight is the transpose.
-using GivenAdapter = std::tuple<std::string, std::string, std::string, double, bool>;
-
-/// The tensors, the adapters that are added to some of them, and the receiver's names of those that come, by their own.
-using GivenState = std::tuple<std::vector<GivenEntry>, std::vector<GivenAdapter>, std::map<std::string, std::string>>;
-
-/// The whole tensors, what has changed in others (name, shape, positions, values), and the buffer of all these.
-using GivenBucket =
-    std::tuple<std::vector<std::pair<std::string, at::Tensor>>,
-               std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::Tensor, at::Tensor>>, std::optional<at::Tensor>>;
-
-std::shared_ptr<const weights::Assembly> assembly_of(const std::optional<GivenAssembly>& given) {
-  if (!given) return nullptr;
-  const auto& [meshes, shapes, boxes] = *given;
-  weights::Assembly assembly{.rows = {}, .shapes = shapes, .boxes = {}};
+std::shared_ptr<weights::Assembly> make_assembly(const std::vector<DeviceMesh>& meshes, std::vector<Sizes> shapes,
+                                                 const std::vector<GivenChunks>& chunks) {
+  auto assembly = std::make_shared<weights::Assembly>();
+  assembly->shapes = std::move(shapes);
   for (const auto& mesh : meshes) {
-    for (const auto& dim : mesh.dims()) assembly.rows.push_back(mesh.communicator(dim.name));
+    for (const auto& dim : mesh.dims()) assembly->rows.push_back(mesh.communicator(dim.name));
   }
-  for (const auto& of_rank : boxes) {
-    auto& placed = assembly.boxes.emplace_back();
+  for (const auto& of_rank : chunks) {
+    auto& placed = assembly->boxes.emplace_back();
     for (const auto& [in_piece, in_whole, sizes] : of_rank) placed.push_back({.in_piece = in_piece, .in_whole = in_whole, .sizes = sizes});
   }
-  return std::make_shared<const weights::Assembly>(std::move(assembly));
+  return assembly;
 }
 
-std::vector<weights::Entry> entries_of(const std::vector<GivenEntry>& given) {
-  std::vector<weights::Entry> entries;
-  for (const auto& [names, shape, own, unit, parameter, cut, assembly, as_is, value] : given) {
-    entries.push_back({.names = names,
-                       .shape = shape,
-                       .own = own,
-                       .unit = unit == nullptr ? nullptr : &unit->unit(),
-                       .parameter = parameter,
-                       .cut = cut,
-                       .assembly = assembly_of(assembly),
-                       .as_is = as_is,
-                       .wrapper = value.unsafeGetTensorImpl()->version_counter()});
-  }
-  return entries;
+weights::Entry make_entry(std::vector<std::string> names, Sizes shape, at::Tensor own, const at::Tensor& value, bool as_is,
+                          const std::shared_ptr<weights::Assembly>& assembly) {
+  return {.names = std::move(names),
+          .shape = std::move(shape),
+          .own = std::move(own),
+          .assembly = assembly,
+          .as_is = as_is,
+          .wrapper = value.unsafeGetTensorImpl()->version_counter()};
 }
 
-std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<torch_python::ShownModel>>& models, const GivenState& state,
-                                          std::int64_t bucket_bytes, const py::object& dtype, WeightReceivers ranks,
-                                          std::shared_ptr<WeightSnapshot> since, std::string problem, std::vector<DeviceMesh> meshes) {
-  weights::Request request;
+FullWeightsOptions make_options(std::int64_t bucket_bytes, std::optional<at::ScalarType> dtype, WeightReceivers ranks,
+                                std::vector<WeightAdapter> adapters, std::shared_ptr<WeightSnapshot> since) {
+  return {.bucket_bytes = bucket_bytes, .dtype = dtype, .ranks = ranks, .merge_adapters = std::move(adapters), .since = std::move(since)};
+}
+
+/// `names`: the receiver's names of the tensors that come, by their own.
+std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<torch_python::ShownModel>>& models,
+                                          std::vector<DeviceMesh> meshes, std::vector<weights::Entry> entries,
+                                          const std::map<std::string, std::string>& names, FullWeightsOptions options,
+                                          std::string problem) {
+  weights::Request request{.engines = {},
+                           .meshes = std::move(meshes),
+                           .entries = std::move(entries),
+                           .options = std::move(options),
+                           .problem = std::move(problem)};
   for (const auto& model : models) request.engines.push_back(model->engine());
-  request.meshes = std::move(meshes);
-  const auto& [entries, adapters, come] = state;
-  request.entries = entries_of(entries);
-  for (const auto& [weight, up, down, scale, transposed] : adapters) {
-    request.options.merge_adapters.push_back({.weight = weight, .up = up, .down = down, .scale = scale, .transposed = transposed});
-  }
-  request.options.bucket_bytes = bucket_bytes;
-  if (!dtype.is_none()) request.options.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  request.options.ranks = ranks;
-  request.options.since = std::move(since);
-  request.problem = std::move(problem);
   if (request.problem.empty()) {
     try {
-      std::vector<std::string> names;
-      for (const auto& [name, renamed] : come) names.push_back(name);
-      weights::choose(request, names, [&come = come](const std::string& name) { return come.at(name); });
+      std::vector<std::string> own_names;
+      for (const auto& [name, renamed] : names) own_names.push_back(name);
+      weights::choose(request, own_names, [&](const std::string& name) { return names.at(name); });
     } catch (const Error& error) {
       request.problem = error.what();
       request.entries.clear();
@@ -122,23 +98,41 @@ void bind_export(py::module_& module) {
   py::class_<WeightSnapshot, std::shared_ptr<WeightSnapshot>>(module, "WeightSnapshot", "What the receivers of a model's weights have.")
       .def(py::init<std::optional<at::Device>>(), py::arg("device"))
       .def_property_readonly("nbytes", &WeightSnapshot::nbytes);
+  py::class_<WeightAdapter>(module, "WeightAdapter", "scale * up @ down, which is added to a weight.")
+      .def(py::init<std::string, std::string, std::string, double, bool>(), py::arg("weight"), py::arg("up"), py::arg("down"),
+           py::arg("scale"), py::arg("transposed"))
+      .def_readonly("up", &WeightAdapter::up)
+      .def_readonly("down", &WeightAdapter::down);
+  py::class_<FullWeightsOptions>(module, "FullWeightsOptions", "What full_weights gives, and to whom.")
+      .def(py::init(&make_options), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("adapters"),
+           py::arg("since"));
+  py::class_<weights::Assembly, std::shared_ptr<weights::Assembly>>(module, "WeightAssembly", "How a tensor is put together from pieces.")
+      .def(py::init(&make_assembly), py::arg("meshes"), py::arg("shapes"), py::arg("chunks"));
+  py::class_<weights::Entry>(module, "WeightEntry", "A tensor of a model's state, and what this rank has of it.")
+      .def(py::init(&make_entry), py::kw_only(), py::arg("names"), py::arg("shape"), py::arg("own"), py::arg("value"), py::arg("as_is"),
+           py::arg("assembly"))
+      .def(
+          "set_unit",
+          [](weights::Entry& entry, ShownUnit& unit, std::size_t parameter, std::int64_t cut) {
+            entry.unit = &unit.unit();
+            entry.parameter = parameter;
+            entry.cut = cut;
+          },
+          py::arg("unit"), py::arg("parameter"), py::arg("cut"));
+  py::class_<WeightChange>(module, "WeightChange", "New values for some elements of a tensor.")
+      .def_readonly("name", &WeightChange::name)
+      .def_readonly("shape", &WeightChange::shape)
+      .def_readonly("positions", &WeightChange::positions)
+      .def_readonly("values", &WeightChange::values);
+  py::class_<WeightBucket>(module, "WeightBucket", "Whole tensors, changes of others, and the buffer of all these.")
+      .def_readonly("weights", &WeightBucket::weights)
+      .def_readonly("changes", &WeightBucket::changes)
+      .def_readonly("flat", &WeightBucket::flat);
   constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms>();
   py::class_<WeightStream, std::shared_ptr<WeightStream>>(module, "WeightStream", "Whole tensors of a model, bucket by bucket.")
-      .def(py::init(&make_stream), py::arg("models"), py::arg("state"), py::kw_only(), py::arg("bucket_bytes"), py::arg("dtype"),
-           py::arg("ranks"), py::arg("since"), py::arg("problem"), py::arg("meshes"))
-      .def("next",
-           [](WeightStream& stream) -> std::optional<GivenBucket> {
-             std::optional<WeightBucket> bucket;
-             {
-               const py::gil_scoped_release no_gil;
-               const OutsideTransforms outside;
-               bucket = stream.next();
-             }
-             if (!bucket) return std::nullopt;
-             GivenBucket given(std::move(bucket->weights), {}, bucket->flat.defined() ? std::optional(bucket->flat) : std::nullopt);
-             for (auto& [name, shape, positions, values] : bucket->changes) std::get<1>(given).emplace_back(name, shape, positions, values);
-             return given;
-           })
+      .def(py::init(&make_stream), py::arg("models"), py::arg("meshes"), py::arg("entries"), py::arg("names"), py::arg("options"),
+           py::arg("problem"))
+      .def("next", &WeightStream::next, kNoGil)
       .def("close", &WeightStream::close, kNoGil)
       .def_property_readonly("buckets", &WeightStream::buckets)
       .def_property_readonly("changed_fraction", &WeightStream::changed_fraction);

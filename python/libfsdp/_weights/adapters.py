@@ -50,10 +50,10 @@ class Adapters:
     names: dict[str, str]
     products: dict[str, list[Product]] = field(default_factory=dict)
 
-    def merged_into(self, names: Collection[str]) -> list[tuple[str, str, str, float, bool]]:
+    def merged_into(self, names: Collection[str]) -> list[_C.WeightAdapter]:
         """Returns each of these weights with what is added to it. A tied one, which comes under several names, is there once."""
         of_weight = {id(products): (name, products) for name, products in self.products.items() if name in names}
-        return [(name, *product) for name, products in of_weight.values() for product in products]
+        return [_C.WeightAdapter(name, *product) for name, products in of_weight.values() for product in products]
 
 
 def adapters_of(model: nn.Module, values: dict[str, Any], states: list[MemberState]) -> Adapters:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from libfsdp import _C
+from libfsdp._weights.weight_iterator import WeightIterator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Iterable
 
 
 class WeightSnapshot:
@@ -67,57 +67,20 @@ class ChangeBucket(list[WeightChange]):
         self.flat = flat
 
 
-class ChangedWeights:
+class ChangedWeights(WeightIterator[ChangeBucket]):
     """An iterator of buckets of changes, and a context manager that closes it: see full_weights, with ``since``.
 
     The changes come to the snapshot when the stream is made, and count as come to the receivers when all buckets have
-    been taken on all ranks, and the iterator has ended.
+    been taken on all ranks, and the iterator has ended. If it is closed before, the next stream sends everything. Its
+    length is 0 if nothing has changed.
     """
 
-    def __init__(self, stream: _C.WeightStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[ChangeBucket]:
-        """Returns itself."""
-        return self
-
-    def __next__(self) -> ChangeBucket:
-        """Returns the next bucket. Collective.
-
-        Raises:
-            Error: if another rank has stopped.
-            CommError: if a rank has gone.
-        """
-        bucket = self._stream.next()
-        if bucket is None:
-            raise StopIteration
-        whole, changes, flat = bucket
-        found = [WeightChange(name, tuple(values.shape), None, values) for name, values in whole]
-        found += [WeightChange(name, tuple(shape), positions, values) for name, shape, positions, values in changes]
-        return ChangeBucket(found, flat)
-
-    def __len__(self) -> int:
-        """The number of all buckets: 0 if nothing has changed."""
-        return self._stream.buckets
+    def _bucket_of(self, bucket: _C.WeightBucket) -> ChangeBucket:
+        found = [WeightChange(name, tuple(values.shape), None, values) for name, values in bucket.weights]
+        found += [WeightChange(one.name, tuple(one.shape), one.positions, one.values) for one in bucket.changes]
+        return ChangeBucket(found, bucket.flat)
 
     @property
     def changed_fraction(self) -> float:
         """The part of all elements that have changed, from 0 to 1, the same on all ranks. It is 1 if everything is sent."""
         return self._stream.changed_fraction
-
-    def __enter__(self) -> ChangedWeights:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
-
-    def close(self) -> None:
-        """Stops before the last bucket, so that the next stream sends everything.
-
-        Waits until the other ranks have come to their next bucket; does nothing after the end.
-        """
-        self._stream.close()

@@ -14,19 +14,15 @@ from libfsdp._core.packed_weights import is_of_packed, packed_among
 from libfsdp._weights.adapters import adapters_of
 from libfsdp._weights.changed_weights import ChangedWeights, WeightSnapshot
 from libfsdp._weights.tensor_parallel import assembly_of, dims_of, further_dims, meshes_of_all
-from libfsdp._weights.weight_names import names_that_come
+from libfsdp._weights.weight_iterator import WeightIterator
+from libfsdp._weights.weight_names import names_of_tensors, names_that_come
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
     from libfsdp._core.model import MemberState
-    from libfsdp._weights.tensor_parallel import Assembly
-
-    Entry = tuple[list[str], list[int], torch.Tensor, _C.ShownUnit | None, int, int, Assembly | None, bool, torch.Tensor]
-    Adapter = tuple[str, str, str, float, bool]
 
 Receivers = Literal["all", "first", "one_per_host"]
 _RECEIVERS = {
@@ -49,46 +45,11 @@ class WeightBucket(list[tuple[str, torch.Tensor]]):
         self.flat = flat
 
 
-class FullWeights:
+class FullWeights(WeightIterator[WeightBucket]):
     """An iterator of buckets, and a context manager that closes it: see full_weights."""
 
-    def __init__(self, stream: _C.WeightStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[WeightBucket]:
-        """Returns itself."""
-        return self
-
-    def __next__(self) -> WeightBucket:
-        """Returns the next bucket. Collective.
-
-        Raises:
-            Error: if another rank has stopped.
-            CommError: if a rank has gone.
-        """
-        bucket = self._stream.next()
-        if bucket is None:
-            raise StopIteration
-        weights, _, flat = bucket
-        return WeightBucket(weights, flat)
-
-    def __len__(self) -> int:
-        """The number of all buckets."""
-        return self._stream.buckets
-
-    def __enter__(self) -> FullWeights:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
-
-    def close(self) -> None:
-        """Stops before the last bucket. Waits until the other ranks have come to their next bucket; does nothing after the end."""
-        self._stream.close()
+    def _bucket_of(self, bucket: _C.WeightBucket) -> WeightBucket:
+        return WeightBucket(bucket.weights, bucket.flat)
 
 
 @overload
@@ -187,8 +148,8 @@ def full_weights(
             form(state, provisional=True)
         if state.model is not None and state.model.engine not in engines:
             engines.append(state.model.engine)
-    entries: list[Entry] = []
-    merged: list[Adapter] = []
+    entries: list[_C.WeightEntry] = []
+    merged: list[_C.WeightAdapter] = []
     received: dict[str, str] = {}
     meshes: list[_C.DeviceMesh] = []
     try:
@@ -202,23 +163,21 @@ def full_weights(
             adapters = adapters_of(model, values, members) if merge_adapters else None
             received = names_that_come(values, names, rename, adapters)
             merged = adapters.merged_into(received) if adapters else []
-            chosen = {*received, *(name for _, up, down, *_ in merged for name in (up, down))}
+            chosen = {*received, *(name for one in merged for name in (one.up, one.down))}
             entries = _entries_of({name: value for name, value in values.items() if name in chosen}, members)
     except _C.Error as error:
         problem = str(error)
     for state, _ in states:
         if state.post_optim_event is not None:  # The next forward waits for it, too.
             torch.get_device_module(state.mesh.device.type).current_stream().wait_event(state.post_optim_event)
-    stream = _C.WeightStream(
-        engines,
-        (entries, merged, received),
+    options = _C.FullWeightsOptions(
         bucket_bytes=1 if problem else bucket_bytes,
         dtype=None if problem else dtype,
         ranks=_RECEIVERS["all" if problem else ranks],
+        adapters=merged,
         since=since._snapshot if isinstance(since, WeightSnapshot) else None,
-        problem=problem,
-        meshes=meshes,
     )
+    stream = _C.WeightStream(engines, meshes, entries, received, options, problem)
     return FullWeights(stream) if since is None else ChangedWeights(stream)
 
 
@@ -237,7 +196,7 @@ def problem_of(bucket_bytes: Any, dtype: Any, names: Any, ranks: Any) -> str:
     return ""
 
 
-def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry]:
+def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[_C.WeightEntry]:
     """Returns the tensors of a state dict. Its values are the parameters and buffers themselves, so that tied ones are known.
 
     Raises:
@@ -247,27 +206,26 @@ def _entries_of(values: dict[str, Any], states: list[MemberState]) -> list[Entry
         id(p.sharded): (state, i, p) for state in states for i, p in enumerate(state.parameters) if p.owner is None
     }
     packed = packed_among(values)
-    entries: dict[int, Entry] = {}
-    for name, value in values.items():
-        if not isinstance(value, torch.Tensor):
-            continue  # extra state of a module
-        if id(value) in entries:
-            entries[id(value)][0].append(name)
-            continue
-        as_is = is_of_packed(name, packed)
+    entries: list[_C.WeightEntry] = []
+    for names in names_of_tensors(values):
+        name, value = names[0], values[names[0]]
         state, i, parameter = sharded.get(id(value), (None, 0, None))
+        unit = None
         if state is None or parameter is None or parameter.spec is None:
-            local, assembly = _plain(name, value), None
-            if isinstance(value, DTensor):
-                assembly = assembly_of(name, value.shape, local.shape, dims_of(value._spec))
-            entries[id(value)] = ([name], list(value.shape), local, None, 0, 0, assembly, as_is, value)
-            continue
-        dims = further_dims(parameter, state)
-        shape = parameter.spec.shape if dims else parameter.shape
-        assembly = assembly_of(name, shape, parameter.shape, dims)
-        local = _plain(name, parameter.local)
-        entries[id(value)] = ([name], list(shape), local, state.unit, i, parameter.shard_dim, assembly, as_is, value)
-    return list(entries.values())
+            shape, dims = value.shape, dims_of(value._spec) if isinstance(value, DTensor) else []
+            own = _plain(name, value)
+            own_shape = own.shape
+        else:
+            dims = further_dims(parameter, state)
+            shape = parameter.spec.shape if dims else parameter.shape
+            own, own_shape, unit = _plain(name, parameter.local), parameter.shape, state.unit
+        assembly = assembly_of(name, shape, own_shape, dims)
+        as_is = is_of_packed(name, packed)
+        entry = _C.WeightEntry(names=names, shape=shape, own=own, value=value, as_is=as_is, assembly=assembly)
+        if unit is not None and parameter is not None:
+            entry.set_unit(unit, i, parameter.shard_dim)
+        entries.append(entry)
+    return entries
 
 
 def _plain(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from libfsdp._core.sharded_parameter import ShardedParameter
     from libfsdp._weights.chunks import Chunk
 
-    Assembly = tuple[list[_C.DeviceMesh], list[list[int]], list[list[Chunk]]]
-
 
 class FurtherDim(NamedTuple):
     """A mesh dimension beside those of a parameter's unit, as a mesh of its own, and the parameter's placement on it."""
@@ -66,7 +64,9 @@ def _dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     return mesh[mesh.mesh_dim_names[dim]]
 
 
-def assembly_of(name: str, shape: Sequence[int], own: Sequence[int], dims: Sequence[FurtherDim]) -> Assembly | None:
+def assembly_of(
+    name: str, shape: Sequence[int], own: Sequence[int], dims: Sequence[FurtherDim]
+) -> _C.WeightAssembly | None:
     """Returns how a tensor is put together from the pieces of all ranks, as the engine takes it; None if this rank has all of it.
 
     Args:
@@ -96,7 +96,7 @@ def assembly_of(name: str, shape: Sequence[int], own: Sequence[int], dims: Seque
             f"full_weights: parameter '{name}' of {list(shape)} has a piece of {list(own)} on this rank, and by its placements "
             f"({', '.join(str(cut.placement) for cut in cuts)}) one of {shapes[index]}; use its full_tensor()"
         )
-    return [sharding_mesh(cut.mesh).engine_mesh for cut in cuts], shapes, chunks
+    return _C.WeightAssembly([sharding_mesh(cut.mesh).engine_mesh for cut in cuts], shapes, chunks)
 
 
 def meshes_of_all(states: Sequence[MemberState], others: Iterable[torch.Tensor]) -> list[_C.DeviceMesh]:

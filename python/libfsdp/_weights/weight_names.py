@@ -50,6 +50,15 @@ def names_that_come(
     return received
 
 
+def names_of_tensors(values: dict[str, Any]) -> list[list[str]]:
+    """Returns the names of each tensor of a state dict, in the order of the first ones. One that is tied has several."""
+    names: dict[int, list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):  # and not extra state of a module
+            names.setdefault(id(value), []).append(name)
+    return list(names.values())
+
+
 def _renamed(rename: Callable[[str], str], name: str) -> str:
     """Returns the receiver's name.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from libfsdp._core.model import states_in
 from libfsdp._core.packed_weights import is_of_packed, packed_among
 from libfsdp._weights.adapters import adapters_of
 from libfsdp._weights.full_weights import Receivers, full_weights, problem_of
-from libfsdp._weights.weight_names import names_that_come
+from libfsdp._weights.weight_names import names_of_tensors, names_that_come
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,13 +96,9 @@ class WeightSource:
         members = [state for _, state, _ in states_in(self._model)]
         adapters = adapters_of(self._model, values, members) if self._merge_adapters else None
         received = names_that_come(values, self._names, self._rename, adapters)
-        # The names of a tied parameter stand one behind the other.
-        tensors: dict[int, list[str]] = {}
-        for name in received:
-            tensors.setdefault(id(values[name]), []).append(name)
         packed = packed_among(values)
         found = []
-        for name in (name for tied in tensors.values() for name in tied):
+        for name in itertools.chain(*names_of_tensors({name: values[name] for name in received})):
             value = values[name]
             is_converted = value.is_floating_point() and not is_of_packed(name, packed)
             dtype = value.dtype if self._dtype is None or not is_converted else self._dtype
