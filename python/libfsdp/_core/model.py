@@ -184,7 +184,6 @@ class Model:
             manual_finalization=root.engine_options.manual_finalization,
             overlaps_reductions=root.engine_options.overlaps_reductions,
         )
-        self.memory_choice = BudgetChoice(root.modules, self.engine, root.engine_options.prefetch_depth)
         self._finalization: GradientReductionHandle | None = None
         self._registrations = Registrations(root.modules, functools.partial(_parameters_below, *root.modules))
         self._missed = MissedUnits(
@@ -195,6 +194,7 @@ class Model:
             self._warnings.options([(name, state) for name, state, _ in below])
         try:
             units = self._connect(below)
+            self.memory_choice = BudgetChoice(root.modules, self.engine, units, root.engine_options.prefetch_depth)
             agree(
                 self.engine,
                 [one.state for one in units],
@@ -206,7 +206,7 @@ class Model:
                 },
             )
             if root.options.memory_budget is not None and units and not provisional:
-                self.memory_choice.begin(units, root.options.memory_budget)
+                self.memory_choice.choose(root.options.memory_budget)
         except BaseException:
             # No other forward may use a model that has parameters on the meta device, on which the ranks do not agree, or that needs too
             # much memory.
@@ -236,7 +236,7 @@ class Model:
                 state.unit.kept_by_budget = False
                 for module in state.modules:
                     set_recomputes(module, False)
-                units.append(BudgetedUnit(name or "(root)", state, parent))
+                units.append(BudgetedUnit(name or "(root)", state, state.unit, parent))
         return units
 
     def choose_memory(self) -> None:

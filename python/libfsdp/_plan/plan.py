@@ -13,6 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
+from libfsdp._comm.mesh import ShardingMesh
 from libfsdp._core.arguments import (
     as_bytes,
     as_flag,
@@ -34,9 +35,9 @@ from libfsdp._core.sharding_options import (
     float8_block_of,
 )
 from libfsdp._core.unit_factory import make_unit
-from libfsdp._core.unit_order import UnitOrder, visits_of_units
+from libfsdp._core.unit_order import visits_as_registered, visits_of_events
 from libfsdp._plan.activations import kept_by_unit
-from libfsdp._plan.planned_mesh import PlannedMesh, PlannedRanks, Sizes
+from libfsdp._plan.planned_mesh import PlannedMesh, Sizes
 from libfsdp._plan.simulation import LinkRate, Simulation, UnitTime
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
 
 
 def _parameter(
-    name: str, parameter: nn.Parameter, ranks: PlannedRanks, options: ShardingOptions, shard_dim: int
+    name: str, parameter: nn.Parameter, ranks: ShardingMesh, options: ShardingOptions, shard_dim: int
 ) -> ShardedParameter:
     """Returns what a unit is made from: see _core.unit_factory.make_parameter."""
     if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
@@ -310,53 +311,69 @@ def plan(
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}: give 1 or more")
     syncs = as_flag("sync_each_microbatch", options.get("sync_each_microbatch", True))
-    ranks = PlannedRanks(mesh=Sizes(mesh.sizes), engine_mesh=mesh.of_engine(), sizes=mesh.sizes)
+    ranks = ShardingMesh(Sizes(mesh.sizes), mesh.of_engine())
     of_units = _sharding_options(options, ranks)
-    walk = UnitOrder(module, _predicate(units), check_ignored(options.get("ignored_params")))
-    if units is not None and len(walk.names) == 1:
+    found = _units_in(module, _predicate(units), check_ignored(options.get("ignored_params")))
+    if units is not None and len(found) == 1:
         raise ValueError(f"units is {units!r}, and no module below the root is one: give None if the root is the only unit")
-    no_units = set(measured) - set(walk.names)
+    names = [one.name for one in found]
+    no_units = set(measured) - set(names)
     if no_units:
-        raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {walk.names}")
+        raise ValueError(f"activations are given for {sorted(no_units)}, which are no units: they are {names}")
     dim_of = _dim_of(options.get("shard_placement_fn"), ranks, of_units)
     kept: dict[str, int] = {}
     of_inputs: dict[str, int] = {}
+    events = None
     if inputs is not None:
-        of_names = dict(zip(walk.names, walk.modules, strict=True))
-        kept, of_inputs, events = kept_by_unit(module, of_names, inputs, of_units.mp_policy.param_dtype)
-        walk.follow(module, events)
+        modules = {one.name: one.module for one in found}
+        kept, of_inputs, events = kept_by_unit(module, modules, inputs, of_units.mp_policy.param_dtype)
     kept |= measured
     made: list[tuple[_C.ShownUnit, int | None, int]] = []
-    positions_of: dict[int, list[int]] = {}  # of units that have parameters, in the engine
-    places: dict[tuple[int, int], tuple[int, int]] = {}  # of parameters: in which of these, and where there
+    positions_of: list[list[int]] = []  # of each module's units, in the engine; none if it has no parameters
+    places: dict[nn.Parameter, tuple[int, int]] = {}  # of parameters: in which of these, and where there
     of_no_unit: dict[int, int] = {}  # activations of modules that have no parameters, by the unit that holds them
     if_even = options.get("outer_placements") == "optim_if_even"
-    for k, (name, parent, given) in enumerate(zip(walk.names, walk.parents, walk.parameters, strict=True)):
-        while parent is not None and parent not in positions_of:
-            parent = walk.parents[parent]
+    for k, one in enumerate(found):
+        parent = one.parent
+        while parent is not None and not positions_of[parent]:
+            parent = found[parent].parent
         around = None if parent is None else positions_of[parent][-1]
-        if not given:  # The unit around it holds its activations, or the first one.
-            of_no_unit[around or 0] = of_no_unit.get(around or 0, 0) + kept.pop(name, 0)
-        outer = [not if_even or divides_by_all(ranks, one, dim_of(one)) for _, one in given]
-        for is_outer in sorted(set(outer), reverse=True):  # Others are not cut over the outer dimension.
-            chosen = [i for i, one in enumerate(outer) if one == is_outer]
+        positions_of.append([])
+        if not one.parameters:  # The unit around it holds its activations, or the first one.
+            of_no_unit[around or 0] = of_no_unit.get(around or 0, 0) + kept.pop(one.name, 0)
+        outer = {p: not if_even or divides_by_all(ranks, p, dim_of(p)) for p in one.parameters}
+        for is_outer in sorted(set(outer.values()), reverse=True):  # Others are not cut over the outer dimension.
+            chosen = [p for p in one.parameters if outer[p] == is_outer]
             of_unit = of_units if is_outer else replace(of_units, outer_sharded=False)
-            parameters = [_parameter(given[i][0], given[i][1], ranks, of_unit, dim_of(given[i][1])) for i in chosen]
-            unit = _unit(name if is_outer else f"{name} (replicated)", parameters, ranks, of_unit, is_root=k == 0)
+            parameters = [_parameter(one.parameters[p], p, ranks, of_unit, dim_of(p)) for p in chosen]
+            unit_name = one.name if is_outer else f"{one.name} (replicated)"
+            unit = _unit(unit_name, parameters, ranks, of_unit, is_root=k == 0)
             unit.requires_gradient_sync = unit.requires_all_reduce = syncs
-            positions_of.setdefault(k, []).append(len(made))
-            places.update({(k, i): (len(made), place) for place, i in enumerate(chosen)})
-            made.append((unit, around, kept.pop(name, 0)))
+            positions_of[k].append(len(made))
+            places.update({p: (len(made), place) for place, p in enumerate(chosen)})
+            made.append((unit, around, kept.pop(one.name, 0)))
             around = len(made) - 1
     if not made:
         raise ValueError(f"{type(module).__name__} has no parameters to plan for")
     for k, count in of_no_unit.items():
         unit, around, held = made[k]
         made[k] = (unit, around, held + count)
+    if events is None:
+        visits = visits_as_registered(
+            [module],
+            {one.module: positions for one, positions in zip(found, positions_of, strict=True)},
+            {(m, name): places[p] for m in module.modules() for name, p in m._parameters.items() if p in places},
+        )
+    else:
+        visits = visits_of_events(
+            events,
+            dict(zip(names, positions_of, strict=True)),
+            {name: places[p] for name, p in module.named_parameters() if p.requires_grad and p in places},
+        )
     planned = _C.plan(
         ranks.engine_mesh,
         made,
-        visits_of_units(walk.visits, positions_of, places),
+        visits,
         optimizer_values=optimizer_values,
         prefetch_depth=prefetch_depth,
         keep_gathered_bytes=of_units.keep_gathered_bytes,
@@ -365,7 +382,52 @@ def plan(
     return _read(planned, of_inputs)
 
 
-def _sharding_options(given: dict[str, Any], ranks: PlannedRanks) -> ShardingOptions:
+@dataclass
+class _Found:
+    """A module that becomes a unit.
+
+    Attributes:
+        parent: the position of the module around it.
+        parameters: those of the unit, with their names.
+    """
+
+    name: str
+    module: nn.Module
+    parent: int | None
+    parameters: dict[nn.Parameter, str] = field(default_factory=dict)
+
+
+def _units_in(root: nn.Module, is_unit: Callable[[str, nn.Module], bool], ignored: set[nn.Parameter]) -> list[_Found]:
+    """Returns the modules that become units, enclosing ones first."""
+    found: list[_Found] = []
+    position_of: dict[nn.Module, int] = {}
+    unit_of: dict[nn.Parameter, int] = {}
+
+    def walk(module: nn.Module, name: str, unit: int | None) -> None:
+        if module not in position_of and (unit is None or is_unit(name, module)):
+            position_of[module] = len(found)
+            found.append(_Found(name or "(root)", module, unit))
+        own = position_of.get(module, unit)
+        assert own is not None
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter in ignored:
+                continue
+            full_name = f"{name}.{own_name}" if name else own_name
+            if unit_of.setdefault(parameter, own) != own:
+                raise ValueError(
+                    f"parameter '{full_name}' is in two units, '{found[unit_of[parameter]].name}' and '{found[own].name}': tied "
+                    "parameters belong to one unit"
+                )
+            found[own].parameters.setdefault(parameter, full_name)
+        for child_name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{name}.{child_name}" if name else child_name, own)
+
+    walk(root, "", None)
+    return found
+
+
+def _sharding_options(given: dict[str, Any], ranks: ShardingMesh) -> ShardingOptions:
     """Checks the options as fully_shard does."""
     mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
     offload_policy = given.get("offload_policy", OffloadPolicy())
@@ -400,7 +462,7 @@ def _sharding_options(given: dict[str, Any], ranks: PlannedRanks) -> ShardingOpt
 
 
 def _dim_of(
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: PlannedRanks, options: ShardingOptions
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: ShardingMesh, options: ShardingOptions
 ) -> Callable[[nn.Parameter], int]:
     """Returns a function of a parameter that says which dimension is cut."""
 
@@ -414,7 +476,7 @@ def _dim_of(
 
 
 def _unit(
-    name: str, parameters: list[ShardedParameter], ranks: PlannedRanks, options: ShardingOptions, *, is_root: bool
+    name: str, parameters: list[ShardedParameter], ranks: ShardingMesh, options: ShardingOptions, *, is_root: bool
 ) -> _C.ShownUnit:
     """Returns the unit, with the settings that a state of fully_shard gives it."""
     after_forward, size = options.after_forward, options.post_forward_size(ranks.shard_size)

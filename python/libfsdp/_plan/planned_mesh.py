@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libfsdp import _C
-from libfsdp._comm.mesh import ShardingMesh
 from libfsdp._core.arguments import refuse
 
 
@@ -57,26 +56,12 @@ class PlannedMesh:
         )
 
 
-@dataclass(frozen=True)
-class PlannedRanks(ShardingMesh):
-    """Ranks that need not exist, where options are checked against ranks."""
-
-    sizes: tuple[int, ...] = (1,)
+class Sizes(tuple[int, ...]):
+    """The sizes of a mesh, where options are checked against one that need not exist."""
 
     @property
-    def shard_size(self) -> int:
-        return self.sizes[-1]
-
-    @property
-    def replicates(self) -> bool:
-        return len(self.sizes) == 2
-
-
-class Sizes:
-    """The sizes of a mesh."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
+    def ndim(self) -> int:
+        return len(self)
 
     def size(self, dim: int) -> int:
-        return self._sizes[dim]
+        return self[dim]
