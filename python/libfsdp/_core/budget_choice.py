@@ -46,7 +46,7 @@ class BudgetChoice:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], engine: _C.ShownModel, units: list[BudgetedUnit], prefetch_depth: int
+        self, roots: Sequence[nn.Module], engine: _C.HookedModel, units: list[BudgetedUnit], prefetch_depth: int
     ) -> None:
         """Chooses nothing.
 

@@ -6,6 +6,7 @@ Everything else knows only one state, or is told what it needs.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from libfsdp._core.sharding_options import ShardingOptions
 
 _ATTRIBUTE = "_libfsdp_state"
+# By the identities of their parameters.
+_states: weakref.WeakValueDictionary[int, MemberState] = weakref.WeakValueDictionary()
 
 
 class MemberState(ShardState):
@@ -71,9 +74,11 @@ class MemberState(ShardState):
         self.unsharded_early = False
 
     def attach(self) -> None:
-        """Makes it the state of its modules."""
+        """Makes it the state of its modules, which is found by its parameters, too."""
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
+        for parameter in self.parameters:
+            _states[parameter.identity] = self
 
     def model_of_forward(self) -> Model:
         """Returns the model. If it is not known yet, it is formed with this state as its root."""
@@ -116,6 +121,16 @@ class MemberState(ShardState):
 def state_of(module: nn.Module) -> MemberState | None:
     """Returns the state of a module that fully_shard was called on."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def owner_of(parameter: torch.Tensor) -> MemberState | None:
+    """Returns the state that has a sharded parameter."""
+    return _states.get(getattr(parameter, "_libfsdp_identity", -1))
+
+
+def all_states() -> list[MemberState]:
+    """Returns the states of all sharded modules in the process that have parameters."""
+    return list(dict.fromkeys(_states.values()))
 
 
 def states_in(*modules: nn.Module) -> Iterator[tuple[str, MemberState, MemberState | None]]:
@@ -175,7 +190,7 @@ class Model:
             root.mesh.engine_mesh,
             prefetch_depth=root.engine_options.prefetch_depth,
             keep_gathered_bytes=root.options.keep_gathered_bytes,
-            report_nan=root.options.report_nan,
+            report_nan=root.options.report_nan_in_param_grad,
         )
         self.engine.on_backward_end(weak_method(self._end_backward))
         self.engine.set(
@@ -200,7 +215,7 @@ class Model:
                 [one.state for one in units],
                 {
                     "keep_gathered_bytes": root.options.keep_gathered_bytes,
-                    "report_nan_in_param_grad": root.options.report_nan,
+                    "report_nan_in_param_grad": root.options.report_nan_in_param_grad,
                     "prefetch_depth": root.engine_options.prefetch_depth,
                     "memory_budget": root.options.memory_budget,
                 },

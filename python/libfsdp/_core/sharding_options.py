@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from libfsdp import _C
-from libfsdp._core.precision import followed_grad_dtype, follows
+from libfsdp._core.arguments import as_bytes, check_flags, check_functions, check_policies
+from libfsdp._core.memory_budget import check_budget
+from libfsdp._core.precision import MixedPrecisionPolicy, followed_grad_dtype, follows
+from libfsdp._core.sharded_parameter import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
     from libfsdp._comm.mesh import ShardingMesh
     from libfsdp._core.memory_budget import MemoryBudget
@@ -41,42 +43,32 @@ class Float8Blocks:
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How the parameters of one call of fully_shard are sharded, gathered and reduced.
+    """How the parameters of one call of fully_shard are sharded, gathered and reduced: its arguments, see there, by their names.
 
     Attributes:
-        reshard_after_forward: as the call was given it. (A state may have another setting later.)
-        mp_policy: dtypes of computation and of reductions.
-        offload_policy: whether shards, gradients and optimizer state lie in host memory.
-        placements: what is sharded.
-        outer_sharded: whether shards are cut over the outer dimension, too (HFSDP).
+        reshard_after_forward: as it was given. (A state may have another setting later.)
         spmd: the mesh of all ranks, if parameters are DTensors on it already.
-        gather_format: returns the format in which a parameter is gathered; None stands for the dtype of the
-            computation.
-        follow_grad_dtype: whether gradients get the ``grad_dtype`` that users have set.
-        keep_gathered_bytes: how many bytes of whole parameters stay from forward into backward; the root's value
-            counts.
-        memory_budget: how much memory of its device each rank may use; the root's value counts.
-        report_nan: whether to look for NaN in gradients; the root's value counts.
-        main_params_dtype: the dtype of shards, and with them of optimizer state; None: that of the module's parameters.
-        main_grads_dtype: the dtype of the shards' gradients; None: that of the shards; "own": that of the module's
-            parameters.
-        check_initial_values: whether ranks compare their first values, and raise if they differ.
     """
 
-    reshard_after_forward: bool | int | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    placements: str
-    outer_sharded: bool
-    spmd: SpmdMesh | None
-    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None
-    follow_grad_dtype: bool | None
-    keep_gathered_bytes: int
-    memory_budget: MemoryBudget | None
-    report_nan: bool
-    main_params_dtype: torch.dtype | None
-    main_grads_dtype: torch.dtype | Literal["own"] | None
-    check_initial_values: bool
+    reshard_after_forward: bool | int | None = None
+    mp_policy: TorchPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    placements: str = "optim_grads_params"
+    outer_placements: str = "no_shard"
+    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None
+    keep_gathered_bytes: int = 0
+    memory_budget: MemoryBudget | None = None
+    report_nan_in_param_grad: bool = False
+    follow_grad_dtype: bool | None = None
+    main_params_dtype: torch.dtype | None = None
+    main_grads_dtype: torch.dtype | Literal["own"] | None = None
+    check_initial_values: bool = False
+    spmd: SpmdMesh | None = None
+
+    @property
+    def outer_sharded(self) -> bool:
+        """True if shards are cut over the outer dimension, too (HFSDP)."""
+        return self.outer_placements != "no_shard"
 
     @property
     def is_replicated(self) -> bool:
@@ -131,28 +123,44 @@ class ShardingOptions:
         return None if dtype == self.main_dtype_of(parameter) else dtype
 
 
-def check_placements(placements: str, outer_placements: str) -> None:
-    """Raises ValueError unless both are known names."""
-    if placements not in _PLACEMENTS:
-        raise ValueError(f"placements '{placements}' are none of {', '.join(_PLACEMENTS)}")
-    if outer_placements not in _OUTER_PLACEMENTS:
-        raise ValueError(f"outer_placements '{outer_placements}' are none of {', '.join(_OUTER_PLACEMENTS)}")
+def make_options(**arguments: Any) -> ShardingOptions:
+    """Returns the options for arguments of fully_shard.
+
+    Raises:
+        TypeError: if an argument is of another type; it is named.
+        ValueError: for placements that are not known, and sizes that are none.
+    """
+    given = ShardingOptions(**arguments)
+    mp_policy, offload_policy = check_policies(given.mp_policy, given.offload_policy)
+    check_functions(gather_format=given.gather_format)
+    check_flags(
+        report_nan_in_param_grad=given.report_nan_in_param_grad, follow_grad_dtype=given.follow_grad_dtype or False
+    )
+    for name, known in (("placements", _PLACEMENTS), ("outer_placements", _OUTER_PLACEMENTS)):
+        if getattr(given, name) not in known:
+            raise ValueError(f"{name} '{getattr(given, name)}' are none of {', '.join(known)}")
+    return replace(
+        given,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        keep_gathered_bytes=as_bytes("keep_gathered_bytes", given.keep_gathered_bytes),
+        memory_budget=check_budget(given.memory_budget),
+    )
 
 
 def check_options(options: ShardingOptions, ranks: ShardingMesh) -> None:
     """Checks that the options are possible on this mesh.
 
     Raises:
-        ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, for a
-            negative number of bytes, for dtypes without fractions, and for what only parameters that are cut can have.
+        ValueError: for sharding over an outer dimension that there is not, or with other placements than ZeRO-3's, for a number of
+            neighbours that does not divide the ranks, for dtypes without fractions, and for what only parameters that are cut can have.
     """
+    check_reshard_after_forward(options.reshard_after_forward, ranks)
     placements, spmd = options.placements, options.spmd is not None
     if options.outer_sharded and (not ranks.replicates or spmd):
         raise ValueError("outer_placements='optim' shards over the first of two dimensions: give a mesh that has two")
     if options.outer_sharded and placements != "optim_grads_params":
         raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
-    if options.keep_gathered_bytes < 0:
-        raise ValueError(f"keep_gathered_bytes is {options.keep_gathered_bytes}; give 0 (keep none) or more")
     if options.memory_budget is not None and options.keep_gathered_bytes:
         raise ValueError(
             f"memory_budget chooses what stays gathered, and keep_gathered_bytes={options.keep_gathered_bytes} says it; give one of them"
@@ -185,8 +193,8 @@ def check_reshard_after_forward(value: bool | int | None, ranks: ShardingMesh) -
 
 def divides_by_all(ranks: ShardingMesh, parameter: nn.Parameter, shard_dim: int) -> bool:
     """True if the parameter, or this rank's piece of it, can be cut evenly over both dimensions of a mesh."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return shard_dim == 0 and ranks.replicates and local.size(0) % (ranks.shard_size * ranks.mesh.size(0)) == 0
+    ranks_of_both = ranks.shard_size * ranks.mesh.size(0)
+    return shard_dim == 0 and ranks.replicates and local_of(parameter).size(0) % ranks_of_both == 0
 
 
 def float8_block_of(
@@ -197,7 +205,7 @@ def float8_block_of(
     Raises:
         ValueError: if its rows are no whole blocks, or do not divide by all ranks where the outer ones shard, too.
     """
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     if options.outer_sharded and not divides_by_all(ranks, parameter, shard_dim):
         pieces = ranks.shard_size * ranks.mesh.size(0)
         raise ValueError(

@@ -56,13 +56,9 @@ class Warnings:
     def options(self, states: Sequence[tuple[str, ShardState]]) -> None:
         """Warns of options of the whole model that were given to other modules than the root, whose state is the first."""
         (_, root), *others = states
-        for option, attribute in (
-            ("keep_gathered_bytes", "keep_gathered_bytes"),
-            ("memory_budget", "memory_budget"),
-            ("report_nan_in_param_grad", "report_nan"),
-        ):
-            names = [name for name, state in others if getattr(state.options, attribute)]
-            if names and not getattr(root.options, attribute):
+        for option in ("keep_gathered_bytes", "memory_budget", "report_nan_in_param_grad"):
+            names = [name for name, state in others if getattr(state.options, option)]
+            if names and not getattr(root.options, option):
                 self._tell(option, f"{option} of {names} does nothing: it is an option of the whole model. Give it in the root's call")
 
     def _tell(self, kind: str, text: str) -> None:
@@ -78,5 +74,5 @@ def tell_of_early_hooks(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         warnings.warn(
             f"hooks on {names} from before fully_shard never run: fully_shard puts other parameters into the modules. Register "
             "them after it, by register_post_accumulate_grad_hook",
-            stacklevel=4,
+            stacklevel=5,  # where the program calls fully_shard
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from libfsdp._core.function_calls import outside_inference
 from libfsdp._core.gradient_reduction import GradientReductionHandle
 from libfsdp._core.model import state_of, states_in
 from libfsdp._core.readers import before_write
+from libfsdp._fsdp2.fsdp2_state import FSDP2State
 from libfsdp.optim._optimizers import drop_gradients
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class FSDPModule:
     """The class that fully_shard gives a module in addition to its own."""
 
     # FSDP<Original>, FSDPModule, Original, ...
+    _class_prefix = "FSDP"
     _orig_cls_mro_index = 2
+    _state_class = FSDP2State
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an object of the original class: slicing a sharded container gives an ordinary one."""
@@ -64,6 +67,9 @@ class FSDPModule:
         if _constructs_original:
             self.__init__(*args, **kwargs)
         return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
     def _get_fsdp_state(self) -> MemberState:
         state = state_of(cast("nn.Module", self))

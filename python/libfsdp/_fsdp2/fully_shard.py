@@ -4,64 +4,31 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed.fsdp import OffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.utils import _get_root_modules
 
-from libfsdp._comm.mesh import default_mesh, sharding_mesh
-from libfsdp._core.arguments import (
-    as_bytes,
-    check_flags,
-    check_functions,
-    check_ignored,
-    check_mesh,
-    check_module,
-    check_policies,
-    refuse_shards,
-)
-from libfsdp._core.function_calls import outside_inference
-from libfsdp._core.memory_budget import MemoryBudget, check_budget
+from libfsdp._core.forward_hooks import CALLS, ForwardHooks
 from libfsdp._core.model import state_of
-from libfsdp._core.placement import ShardPlacementResult, placement_of
 from libfsdp._core.precision import MixedPrecisionPolicy
-from libfsdp._core.registrations import mark_ignored
-from libfsdp._core.sharded_parameter import ManagedParameter, Place
-from libfsdp._core.sharding_options import (
-    Float8Blocks,
-    ShardingOptions,
-    check_options,
-    check_placements,
-    check_reshard_after_forward,
-    divides_by_all,
-)
-from libfsdp._core.spmd import spmd_mesh
-from libfsdp._core.warnings import tell_of_early_hooks
-from libfsdp._fsdp2.forward_hooks import CALLS, ForwardHooks
-from libfsdp._fsdp2.fsdp2_state import FSDP2State
+from libfsdp._core.shard import shard
+from libfsdp._core.sharding_options import make_options
 from libfsdp._fsdp2.fsdp_module import FSDPModule
-from libfsdp.optim._optimizers import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.tensor import Shard
 
-    from libfsdp._comm.mesh import ShardingMesh
-    from libfsdp._core.spmd import SpmdMesh
+    from libfsdp._core.memory_budget import MemoryBudget
+    from libfsdp._core.placement import ShardPlacementResult
+    from libfsdp._core.sharding_options import Float8Blocks
 
-_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
-
-@outside_inference
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -149,225 +116,33 @@ def fully_shard(
         AssertionError: if fully_shard was called on the module before.
         TypeError: if an argument is of another type; it is named.
     """
-    check_module(module)
-    check_mesh(mesh)
-    mp_policy, offloads = check_policies(mp_policy, offload_policy)
-    check_functions(shard_placement_fn=shard_placement_fn, gather_format=gather_format)
-    kept = as_bytes("keep_gathered_bytes", keep_gathered_bytes)
-    budget = check_budget(memory_budget)
-    check_flags(report_nan_in_param_grad=report_nan_in_param_grad, follow_grad_dtype=follow_grad_dtype or False)
-    ignored = check_ignored(ignored_params)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-    check_placements(placements, outer_placements)
-    ranks, spmd = _ranks_of(mesh or default_mesh(), dp_mesh_dims, reshard_after_forward)
-    options = ShardingOptions(
+    options = make_options(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
-        offload_policy=offloads,
+        offload_policy=offload_policy,
         placements=placements,
-        outer_sharded=outer_placements != "no_shard",
-        spmd=spmd,
+        outer_placements=outer_placements,
         gather_format=gather_format,
+        keep_gathered_bytes=keep_gathered_bytes,
+        memory_budget=memory_budget,
+        report_nan_in_param_grad=report_nan_in_param_grad,
         follow_grad_dtype=follow_grad_dtype,
-        keep_gathered_bytes=kept,
-        memory_budget=budget,
-        report_nan=report_nan_in_param_grad,
         main_params_dtype=main_params_dtype,
         main_grads_dtype=main_grads_dtype,
         check_initial_values=check_initial_values,
     )
-    check_options(options, ranks)
-    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
-    _refuse_sharded(modules)
-    managed = _managed_modules(modules, ignored)
-    parameters = _managed_parameters(managed, ignored)
-    refuse_shards(parameters)
-    tell_of_early_hooks([(one.places[0].name, one.value) for one in parameters])
-    _move_to_device(managed, parameters, ranks.device, ignored)
-    placed = [(one, *placement_of(shard_placement_fn, ranks, one.value)) for one in parameters]
-    _make_states(modules, _grouped(placed, ranks, options, replicates_uneven=outer_placements == "optim_if_even"), options)
-    mark_ignored(_managed_modules(modules, set()), [place for one in parameters for place in one.places])
-    for one in managed:
-        one._is_fsdp_managed_module = True
-        one._fsdp_use_orig_params = True
-    for one in modules:
-        _make_fsdp_module(one)
-    return module
+    return shard(
+        module,
+        mesh,
+        options,
+        FSDPModule,
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
-
-
-def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
-
-
-def _make_fsdp_module(module: nn.Module) -> None:
-    """Changes the class of a sharded module to one that is also an FSDPModule."""
-    # Other composable functions of torch (replicate) leave such modules alone.
-    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
-    cls = type(module)
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-    module.__class__ = _sharded_classes[cls]
-
-
-def _ranks_of(
-    mesh: DeviceMesh, dims: DataParallelMeshDims | None, reshard_after_forward: bool | int | None
-) -> tuple[ShardingMesh, SpmdMesh | None]:
-    """Returns the ranks that shard and replicate, and the mesh of all ranks, if parameters are DTensors on it already."""
-    spmd = None
-    if dims is not None:
-        spmd = spmd_mesh(mesh, dims)
-        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
-        mesh = spmd.data_parallel_mesh()
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    ranks = sharding_mesh(mesh, shards=spmd is None or bool(spmd.shard))
-    check_reshard_after_forward(reshard_after_forward, ranks)
-    return ranks, spmd
-
-
-def _refuse_sharded(modules: tuple[nn.Module, ...]) -> None:
-    for one in modules:
-        if state_of(one) is not None:
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. fully_shard has already been "
-                f"applied to the following module:\n{one}"
-            )
-
-
-@dataclass
-class _Group:
-    """Parameters of one call that make up a unit, because they are cut over the same ranks.
-
-    Attributes:
-        ranks: these ranks.
-        outer_sharded: whether they are cut over the outer ranks, too.
-        parameters: the parameters, each with its dimension.
-    """
-
-    ranks: ShardingMesh
-    outer_sharded: bool
-    parameters: list[ManagedParameter] = field(default_factory=list)
-
-
-def _grouped(
-    placed: list[tuple[ManagedParameter, ShardingMesh, int]],
-    ranks: ShardingMesh,
-    options: ShardingOptions,
-    *,
-    replicates_uneven: bool,
-) -> list[_Group]:
-    """Groups the parameters of a call. The first group is that of the call's own ranks, even if it has no parameters.
-
-    Args:
-        placed: the parameters, the ranks over which each is cut, and the dimension.
-        ranks: the ranks of the call.
-        options: the options of the call.
-        replicates_uneven: whether parameters that do not divide by all ranks are not cut over the outer ones.
-    """
-    groups = [_Group(ranks, options.outer_sharded)]
-    for parameter, own, dim in placed:
-        outer = options.outer_sharded and (not replicates_uneven or divides_by_all(own, parameter.value, dim))
-        for group in groups:
-            if group.ranks.engine_mesh is own.engine_mesh and group.outer_sharded == outer:
-                break
-        else:
-            group = _Group(own, outer)
-            groups.append(group)
-        group.parameters.append(parameter._replace(shard_dim=0 if options.is_replicated else dim))
-    if len(groups) > 1 and options.spmd is not None:
-        raise NotImplementedError("ShardPlacementResult is not supported together with dp_mesh_dims")
-    return groups
-
-
-def _make_states(modules: tuple[nn.Module, ...], groups: list[_Group], options: ShardingOptions) -> None:
-    """Makes a state for each group, that of the call's own ranks last, and attaches it to the modules with its hooks."""
-    companions: tuple[FSDP2State, ...] = ()
-    for group in (*groups[1:], groups[0]):
-        check_reshard_after_forward(options.reshard_after_forward, group.ranks)
-        of_group = replace(options, outer_sharded=group.outer_sharded)
-        is_last = group is groups[0]
-        state = FSDP2State(modules, group.ranks, group.parameters, of_group, companions if is_last else ())
-        remember(state)
-        state.attach()
-        ForwardHooks(state).register()
-        companions = (*companions, state)
-
-
-def _managed_modules(roots: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """Returns the modules whose parameters belong to the unit: those below the roots that belong to no other call."""
-    found: list[nn.Module] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        registry = _get_registry(module)
-        if registry is not None and "replicate" in registry:
-            return
-        if module not in roots and state_of(module) is not None:
-            return
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                visit(child)
-        found.append(module)
-
-    for root in roots:
-        visit(root)
-    if not ignored:
-        return found
-    return [module for module in found if not _is_ignored(module, ignored)]
-
-
-def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
-    """True if all parameters below the module are ignored."""
-    return not any(True for _ in module.buffers()) and all(parameter in ignored for parameter in module.parameters())
-
-
-def _managed_parameters(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[ManagedParameter]:
-    places: dict[nn.Parameter, list[Place]] = {}
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
-                continue
-            if parameter.ndim == 0:
-                raise ValueError(
-                    "fully_shard doesn't support scalar parameters. "
-                    f"Change {name} to a 1D tensor with numel equal to 1."
-                )
-            if not parameter.is_contiguous():
-                raise NotImplementedError(
-                    f"FSDP does not support non-contiguous parameters yet: {parameter.shape=} {parameter.stride()=}"
-                )
-            places.setdefault(parameter, []).append(Place(module, name))
-    return [ManagedParameter(parameter, where) for parameter, where in places.items()]
-
-
-def _move_to_device(
-    modules: list[nn.Module],
-    parameters: list[ManagedParameter],
-    device: torch.device,
-    ignored: set[nn.Parameter],
-) -> None:
-    """Moves parameters and buffers to the mesh's device, except for those on meta."""
-    for parameter in (one.value for one in parameters):
-        if parameter.device == device or parameter.is_meta:
-            continue
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                "Requires DTensor to have mesh of the same type as the FSDP mesh "
-                f"but got {parameter.device_mesh.device_type} for DTensor and {device.type} for FSDP"
-            )
-        parameter.data = parameter.to(device)
-    for module in modules:
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                buffer.data = buffer.to(device)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -5,34 +5,24 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from libfsdp import _C
 from libfsdp._comm.mesh import ShardingMesh
-from libfsdp._core.arguments import (
-    as_bytes,
-    as_flag,
-    check_bytes,
-    check_functions,
-    check_ignored,
-    check_policies,
-    refuse,
-)
+from libfsdp._core.arguments import as_bytes, as_flag, check_bytes, check_functions, check_ignored, refuse
 from libfsdp._core.placement import dimension_of
-from libfsdp._core.precision import MixedPrecisionPolicy, keeps_dtype
+from libfsdp._core.precision import keeps_dtype
 from libfsdp._core.sharded_parameter import ShardedParameter
 from libfsdp._core.sharding_options import (
     ShardingOptions,
     check_options,
-    check_placements,
-    check_reshard_after_forward,
     divides_by_all,
     float8_block_of,
+    make_options,
 )
 from libfsdp._core.unit_factory import make_unit
 from libfsdp._core.unit_order import visits_as_registered, visits_of_events
@@ -47,21 +37,10 @@ if TYPE_CHECKING:
 Units = Callable[[str, nn.Module], bool] | type[nn.Module] | tuple[type[nn.Module], ...]
 
 
-# Of fully_shard.
-_OPTIONS = {
-    "reshard_after_forward",
-    "shard_placement_fn",
-    "mp_policy",
-    "offload_policy",
-    "ignored_params",
-    "placements",
-    "outer_placements",
-    "gather_format",
-    "keep_gathered_bytes",
-    "follow_grad_dtype",
-    "main_params_dtype",
-    "main_grads_dtype",
-}
+# Of fully_shard, as ShardingOptions has them; and those that are no part of it.
+_SHARDING = {option.name for option in fields(ShardingOptions)}
+_SHARDING -= {"memory_budget", "report_nan_in_param_grad", "check_initial_values", "spmd"}
+_OPTIONS = _SHARDING | {"shard_placement_fn", "ignored_params"}
 # Options that describe a training step, which fully_shard does not have.
 _OF_STEPS = {"microbatches", "sync_each_microbatch"}
 
@@ -312,7 +291,9 @@ def plan(
         raise ValueError(f"microbatches is {microbatches}: give 1 or more")
     syncs = as_flag("sync_each_microbatch", options.get("sync_each_microbatch", True))
     ranks = ShardingMesh(Sizes(mesh.sizes), mesh.of_engine())
-    of_units = _sharding_options(options, ranks)
+    of_units = make_options(**{name: value for name, value in options.items() if name in _SHARDING})
+    check_functions(shard_placement_fn=options.get("shard_placement_fn"))
+    check_options(of_units, ranks)
     found = _units_in(module, _predicate(units), check_ignored(options.get("ignored_params")))
     if units is not None and len(found) == 1:
         raise ValueError(f"units is {units!r}, and no module below the root is one: give None if the root is the only unit")
@@ -332,7 +313,7 @@ def plan(
     positions_of: list[list[int]] = []  # of each module's units, in the engine; none if it has no parameters
     places: dict[nn.Parameter, tuple[int, int]] = {}  # of parameters: in which of these, and where there
     of_no_unit: dict[int, int] = {}  # activations of modules that have no parameters, by the unit that holds them
-    if_even = options.get("outer_placements") == "optim_if_even"
+    if_even = of_units.outer_placements == "optim_if_even"
     for k, one in enumerate(found):
         parent = one.parent
         while parent is not None and not positions_of[parent]:
@@ -344,7 +325,7 @@ def plan(
         outer = {p: not if_even or divides_by_all(ranks, p, dim_of(p)) for p in one.parameters}
         for is_outer in sorted(set(outer.values()), reverse=True):  # Others are not cut over the outer dimension.
             chosen = [p for p in one.parameters if outer[p] == is_outer]
-            of_unit = of_units if is_outer else replace(of_units, outer_sharded=False)
+            of_unit = of_units if is_outer else replace(of_units, outer_placements="no_shard")
             parameters = [_parameter(one.parameters[p], p, ranks, of_unit, dim_of(p)) for p in chosen]
             unit_name = one.name if is_outer else f"{one.name} (replicated)"
             unit = _unit(unit_name, parameters, ranks, of_unit, is_root=k == 0)
@@ -427,40 +408,6 @@ def _units_in(root: nn.Module, is_unit: Callable[[str, nn.Module], bool], ignore
     return found
 
 
-def _sharding_options(given: dict[str, Any], ranks: ShardingMesh) -> ShardingOptions:
-    """Checks the options as fully_shard does."""
-    mp_policy = given.get("mp_policy", MixedPrecisionPolicy())
-    offload_policy = given.get("offload_policy", OffloadPolicy())
-    keep_gathered_bytes = as_bytes("keep_gathered_bytes", given.get("keep_gathered_bytes", 0))
-    placements = given.get("placements", "optim_grads_params")
-    outer_placements = given.get("outer_placements", "no_shard")
-    mp_policy, offload_policy = check_policies(mp_policy, offload_policy)
-    check_functions(
-        shard_placement_fn=given.get("shard_placement_fn"),
-        gather_format=given.get("gather_format"),
-    )
-    check_placements(placements, outer_placements)
-    options = ShardingOptions(
-        reshard_after_forward=given.get("reshard_after_forward"),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        placements=placements,
-        outer_sharded=outer_placements != "no_shard",
-        spmd=None,
-        gather_format=given.get("gather_format"),
-        follow_grad_dtype=given.get("follow_grad_dtype"),
-        keep_gathered_bytes=keep_gathered_bytes,
-        memory_budget=None,
-        report_nan=False,
-        main_params_dtype=given.get("main_params_dtype"),
-        main_grads_dtype=given.get("main_grads_dtype"),
-        check_initial_values=False,
-    )
-    check_options(options, ranks)
-    check_reshard_after_forward(options.reshard_after_forward, ranks)
-    return options
-
-
 def _dim_of(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: ShardingMesh, options: ShardingOptions
 ) -> Callable[[nn.Parameter], int]:
@@ -486,18 +433,18 @@ def _unit(
 
 
 def _read(planned: _C.Plan, inputs: Mapping[str, int]) -> Plan:
-    fields: dict[str, Any] = json.loads(planned.json())
+    values: dict[str, Any] = json.loads(planned.json())
     return Plan(
-        ranks=fields["ranks"],
-        elements=fields["elements"],
-        peak=fields["peak"],
-        moment=fields["moment"],
-        memory={f"{kind}.{which}": count for kind, use in fields["memory"].items() for which, count in use.items()},
-        wire=fields["wire"],
-        links={link["dim"]: link["sent"] for link in fields["links"]},
-        units=tuple(PlannedUnit(**unit, inputs=inputs.get(unit["name"], 0)) for unit in fields["units"]),
-        moments=tuple((moment["what"], moment["most"]) for moment in fields["moments"]),
-        fsdp2=fields["fsdp2"] and fields["fsdp2"]["peak"],
-        fsdp2_moment=fields["fsdp2"] and fields["fsdp2"]["moment"],
+        ranks=values["ranks"],
+        elements=values["elements"],
+        peak=values["peak"],
+        moment=values["moment"],
+        memory={f"{kind}.{which}": count for kind, use in values["memory"].items() for which, count in use.items()},
+        wire=values["wire"],
+        links={link["dim"]: link["sent"] for link in values["links"]},
+        units=tuple(PlannedUnit(**unit, inputs=inputs.get(unit["name"], 0)) for unit in values["units"]),
+        moments=tuple((moment["what"], moment["most"]) for moment in values["moments"]),
+        fsdp2=values["fsdp2"] and values["fsdp2"]["peak"],
+        fsdp2_moment=values["fsdp2"] and values["fsdp2"]["moment"],
         _planned=planned,
     )

@@ -157,9 +157,7 @@ class MegatronFSDP(nn.Module):
         )
         if device is not None and not init_model_with_meta_device:
             module.to(device)
-        mixed_precision_policy.warn_of_low_gradients(
-            [p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()]
-        )
+        mixed_precision_policy.warn_of_low_gradients(module.parameters())
         scalars = {name: p for name, p in module.named_parameters() if p.ndim == 0}
         fine = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
         self._states = shard_units(

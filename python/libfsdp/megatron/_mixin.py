@@ -1,8 +1,8 @@
-"""Shared by the per-module interfaces of Megatron-FSDP: classes of sharded modules, and memory for parameters without it."""
+"""Shared by the per-module interfaces of Megatron-FSDP."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,36 +11,12 @@ from libfsdp import _C
 from libfsdp._core.model import state_of, states_in
 from libfsdp._fsdp2.fsdp_module import FSDPModule
 
-if TYPE_CHECKING:
-    from libfsdp._core.model import MemberState
 
-_classes: dict[tuple[type[nn.Module], type[FSDPModule]], type[nn.Module]] = {}
-
-
-def attach(module: nn.Module, original: type[nn.Module], mixin: type[FSDPModule]) -> None:
-    """Gives a module that libfsdp.fully_shard was called on a class of `mixin` and its own.
-
-    Args:
-        module: the sharded module.
-        original: its class before.
-        mixin: a class that is derived from FSDPModule directly.
-    """
-    if (original, mixin) not in _classes:
-        contents = {"__deepcopy__": _refuse_deepcopy, "_orig_cls_mro_index": 3}
-        _classes[original, mixin] = type(f"{mixin.__name__}{original.__name__}", (mixin, original), contents)
-    module.__class__ = _classes[original, mixin]
-
-
-def _refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+def refuse_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
+    """The ``__deepcopy__`` of sharded modules."""
     raise AssertionError(
         "a sharded module can't be copied: build another one, shard it, and load the state dict of this one"
     )
-
-
-def states_of(module: nn.Module) -> list[MemberState]:
-    """Returns the states of one call of fully_shard on a module. Parameters of several meshes make several states."""
-    state = state_of(module)
-    return [] if state is None else [state, *state.companions]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,9 +36,9 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def give_memory(module: nn.Module) -> None:
+def give_memory(module: FSDPModule) -> None:
     """Gives shards on the meta device memory on the mesh's device, with undefined values, except those of sharded modules below."""
-    for state in states_of(module):
+    for state in module._states(recurse=False):
         on_meta = [parameter for parameter in state.parameters if parameter.local.is_meta]
         for parameter in on_meta:
             local = torch.empty_like(parameter.local, device=state.mesh.device)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from libfsdp._core.sharded_parameter import local_of
-from libfsdp.megatron._mixin import states_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from libfsdp._core.sharded_parameter import ShardedParameter
     from libfsdp._core.state import ShardState
+    from libfsdp._fsdp2.fsdp_module import FSDPModule
 
 _GROUP = "_libfsdp_parameter_group"
 
@@ -155,7 +155,7 @@ class ParameterGroup:
             unit.model.main_parameters_changed()
 
 
-def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup, ...]:
+def groups_of(module: FSDPModule, names: dict[str, int]) -> tuple[ParameterGroup, ...]:
     """The groups of one sharded module.
 
     Args:
@@ -166,7 +166,7 @@ def groups_of(module: nn.Module, names: dict[str, int]) -> tuple[ParameterGroup,
     for name, identity in names.items():
         fqns[identity] = (*fqns.get(identity, ()), name)
     groups: list[ParameterGroup] = []
-    for state in states_of(module):
+    for state in module._states(recurse=False):
         members: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
         order = list(fqns)
         for parameter in sorted(state.parameters, key=lambda one: order.index(one.identity)):

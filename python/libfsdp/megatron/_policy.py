@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-logger = logging.getLogger("libfsdp")
+from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.sharding_options import make_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from libfsdp._core.sharding_options import ShardingOptions
 
 _BY_NAME = {
     "fp32": torch.float32,
@@ -86,17 +93,23 @@ class MixedPrecisionPolicy:
         """The dtype in which gradients are sent; None: each parameter's own."""
         return self.grad_comm_dtype or self.main_grads_dtype
 
+    def sharding_options(self, **others: Any) -> ShardingOptions:
+        """Returns the options of libfsdp.fully_shard with these dtypes, and others that are given by their names there."""
+        return make_options(
+            mp_policy=ComputePolicy(reduce_dtype=self.reduce_dtype, cast_forward_inputs=False),
+            main_params_dtype=self.main_params_dtype,
+            main_grads_dtype=self.main_grads_dtype or "own",
+            **others,
+        )
+
     def _set(self, name: str, value: torch.dtype | None) -> None:
         object.__setattr__(self, name, value)
 
-    def warn_of_low_gradients(self, parameters: list[torch.dtype]) -> None:
-        """Warns once per process if gradients add up in fewer bits than those of fp32.
-
-        Args:
-            parameters: the dtypes of the parameters that are trained.
-        """
+    def warn_of_low_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Warns once per process if gradients of these parameters add up in fewer bits than those of fp32."""
         global _told_of_low_gradients
-        dtypes = {self.main_grads_dtype} if self.main_grads_dtype is not None else set(parameters)
+        trained = {p.dtype for p in parameters if p.requires_grad and p.is_floating_point()}
+        dtypes = {self.main_grads_dtype} if self.main_grads_dtype is not None else trained
         low = sorted(str(dtype) for dtype in dtypes if dtype.itemsize < torch.float32.itemsize)
         if low and not _told_of_low_gradients:
             _told_of_low_gradients = True

@@ -12,9 +12,9 @@ from torch import nn
 
 from libfsdp._core.model import states_in
 from libfsdp._core.placement import ShardPlacementResult
-from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.shard import shard
 from libfsdp._core.sharded_parameter import identity_of
-from libfsdp._fsdp2.fully_shard import fully_shard
+from libfsdp._fsdp2.fsdp_module import FSDPModule
 from libfsdp.megatron._module_order import inner_first
 from libfsdp.megatron._placed import describe
 from libfsdp.megatron._protocol import attributes_of, is_expert, tensor_parallel_dim
@@ -137,26 +137,19 @@ def _modules_of(option: str, classes: tuple[type[nn.Module], ...], root: nn.Modu
 
 
 def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:
-    """Makes one call of fully_shard.
-
-    Args:
-        module: the module that becomes a unit.
-        options: the options of the model.
-        stays_gathered: whether parameters stay whole until their values change.
-    """
-    index, policy = options.index, options.policy
-    made: Any = fully_shard(
+    """Makes a module a unit, whose parameters may stay whole until their values change."""
+    made = shard(
         module,
-        mesh=index.data_parallel_mesh(),
-        reshard_after_forward=False if stays_gathered else None,
-        shard_placement_fn=_places_of_experts(index),
-        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
-        ignored_params=options.ignored or None,
-        placements=options.strategy.placements,
-        outer_placements="optim_if_even" if index.hsdp_outer_dp_shard else "no_shard",
-        report_nan_in_param_grad=options.report_nan,
-        main_params_dtype=policy.main_params_dtype,
-        main_grads_dtype=policy.main_grads_dtype or "own",
+        options.index.data_parallel_mesh(),
+        options.policy.sharding_options(
+            reshard_after_forward=False if stays_gathered else None,
+            placements=options.strategy.placements,
+            outer_placements="optim_if_even" if options.index.hsdp_outer_dp_shard else "no_shard",
+            report_nan_in_param_grad=options.report_nan,
+        ),
+        FSDPModule,
+        shard_placement_fn=_places_of_experts(options.index),
+        ignored_params=options.ignored,
     )
     if stays_gathered:
         made.set_reshard_after_backward(False, recurse=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from libfsdp.optim._optimizers import owner_of
+from libfsdp._core.model import owner_of
 
 _numbers = itertools.count(1)
 _TOLD = "_libfsdp_told"

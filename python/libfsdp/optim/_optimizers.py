@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from libfsdp import _C
+from libfsdp._core.model import all_states
 from libfsdp._core.readers import wait_for_readers
 from libfsdp._core.sharded_parameter import parameter_of
 
@@ -18,21 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from libfsdp._core.model import MemberState
-
-# The states by the identities of their parameters.
-_states: weakref.WeakValueDictionary[int, MemberState] = weakref.WeakValueDictionary()
-
-
-def remember(state: MemberState) -> None:
-    """Registers a state, so that it can be found by the parameters that optimizers have."""
-    for parameter in state.parameters:
-        _states[parameter.identity] = state
-
-
-def owner_of(parameter: torch.Tensor) -> MemberState | None:
-    """Returns the state that has the parameter."""
-    return _states.get(getattr(parameter, "_libfsdp_identity", -1))
-
 
 @dataclass
 class _Owners:
@@ -83,7 +69,7 @@ def _look_at(optimizer: torch.optim.Optimizer, key: list[tuple[int, int]]) -> _O
         "while they are shards: before a forward, or after a backward",
     )
     owners = _Owners(key)
-    for state in dict.fromkeys(_states.values()) if had else ():  # Those with a tied parameter of another one, too.
+    for state in all_states() if had else ():  # Those with a tied parameter of another one, too.
         if any(id(p.sharded) in had for p in state.parameters):
             owners.stepped.append(weakref.ref(state))
             if all(id(p.sharded) in had for p in state.parameters if p.sharded.requires_grad):

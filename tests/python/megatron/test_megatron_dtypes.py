@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support.megatron import STRATEGIES, batch, gathered_gradients, plain_model, shard
 from support.ranks import StartRanks
+from torch import nn
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
@@ -178,11 +179,13 @@ def test_policies() -> None:
 def test_low_main_gradients_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "_told_of_low_gradients", False)
     policy = MixedPrecisionPolicy()
+    low = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    frozen = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16), requires_grad=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy.warn_of_low_gradients([torch.float32])
+        policy.warn_of_low_gradients([nn.Parameter(torch.zeros(1)), frozen])
     with pytest.warns(UserWarning, match=r"main gradients add up in torch\.bfloat16"):
-        policy.warn_of_low_gradients([torch.bfloat16])
+        policy.warn_of_low_gradients([low])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        policy.warn_of_low_gradients([torch.bfloat16])
+        policy.warn_of_low_gradients([low])

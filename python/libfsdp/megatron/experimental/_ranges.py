@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,8 +11,6 @@ from libfsdp._core.function_calls import weak_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
 
 class _Open(NamedTuple):
@@ -90,18 +88,3 @@ class Ranges:
     def _pop(self) -> None:
         if self._shows:
             torch.cuda.nvtx.range_pop()
-
-
-def enclosing_of(module: nn.Module, root: nn.Module, kind: type[Any]) -> frozenset[int]:
-    """Returns the ids of the modules of a kind that contain a module, from a root on."""
-    found: set[int] = set()
-
-    def visit(inner: nn.Module, path: tuple[int, ...]) -> None:
-        if inner is module:
-            found.update(path)
-            return
-        for child in inner.children():
-            visit(child, (*path, id(inner)) if isinstance(inner, kind) else path)
-
-    visit(root, ())
-    return frozenset(found)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from libfsdp._comm.mesh import device_of
 from libfsdp._core import buffer_memory
-from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.shard import shard
 from libfsdp._core.sharded_parameter import identity_of
-from libfsdp._fsdp2.fully_shard import fully_shard as shard_module
-from libfsdp.megatron._mixin import attach, give_memory, own_parameters, require_quiet, states_of
+from libfsdp.megatron._mixin import give_memory, own_parameters, require_quiet
 from libfsdp.megatron._parameter_groups import groups_of
 from libfsdp.megatron._policy import MixedPrecisionPolicy
 from libfsdp.megatron.experimental.module import FsdpContext, FsdpModule
@@ -135,7 +134,8 @@ def fully_shard(
         raise ValueError(
             f"fully_shard_context is for {context.device}, and the mesh for {device}: give both the same device"
         )
-    names = {name: identity_of(parameter) for name, parameter in own_parameters(module).items()}
+    parameters = own_parameters(module)
+    names = {name: identity_of(parameter) for name, parameter in parameters.items()}
     owned = [name for name, identity in names.items() if identity in context.identities]
     if owned:
         raise ValueError(f"Parameters {owned} are already owned by another module: shard tied parameters by one call")
@@ -143,23 +143,14 @@ def fully_shard(
     if context.use_symmetric_memory:
         buffer_memory.require_symmetric_memory(ranks, "use_symmetric_memory")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    parameters = own_parameters(module).values()
-    policy.warn_of_low_gradients([p.dtype for p in parameters if p.requires_grad and p.is_floating_point()])
-    original = type(module)
-    shard_module(
-        module,
-        mesh=ranks,
-        reshard_after_forward=True,
-        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
-        placements=strategy.placements,
-        outer_placements=strategy.outer_placements,
-        main_params_dtype=policy.main_params_dtype,
-        main_grads_dtype=policy.main_grads_dtype or "own",
+    policy.warn_of_low_gradients(parameters.values())
+    options = policy.sharding_options(
+        reshard_after_forward=True, placements=strategy.placements, outer_placements=strategy.outer_placements
     )
-    give_memory(module)
-    attach(module, original, FsdpModule)
+    shard(module, ranks, options, FsdpModule)
     assert isinstance(module, FsdpModule)
-    for state in states_of(module):
+    give_memory(module)
+    for state in module._states(recurse=False):
         if state.unit is not None and grad_divisor != 1:
             state.unit.gradient_divide_factor = float(grad_divisor * ranks.size())
         if context.use_symmetric_memory:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from libfsdp._core.forward_hooks import tensors_with_gradient
 from libfsdp._core.function_calls import untraced, weak_method
-from libfsdp._fsdp2.forward_hooks import tensors_with_gradient
 from libfsdp._fsdp2.fsdp_module import FSDPModule
-from libfsdp.megatron._mixin import states_of
-from libfsdp.megatron.experimental._ranges import Ranges, enclosing_of
+from libfsdp.megatron._mixin import refuse_deepcopy
+from libfsdp.megatron.experimental._ranges import Ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -65,7 +65,7 @@ class FsdpContext:
     def is_last_microbatch(self, last: bool) -> None:
         self._is_last_microbatch = last
         for module in _alive(self._modules):
-            for state in states_of(cast("nn.Module", module)):
+            for state in module._states(recurse=False):
                 if state.unit is not None:
                     state.unit.updated_after_backward = last
                     state.unit.requires_gradient_sync = last or not module._strategy.defers_all
@@ -86,14 +86,15 @@ class FsdpContext:
     def finalize(self) -> None:
         """Finds roots, names and orders, once all modules have been added."""
         modules = _alive(self._modules)
-        below = {id(inner) for module in modules for inner in list(_fsdp_modules(module))[1:]}
-        roots = [module for module in modules if id(module) not in below]
+        below = {module: set(cast("nn.Module", module).modules()) - {module} for module in modules}
+        for module in modules:
+            module._enclosing = frozenset(id(outer) for outer in modules if module in below[outer])
+        roots = [module for module in modules if not module._enclosing]
         for root in roots:
             names = {id(inner): name for name, inner in cast("nn.Module", root).named_modules()}
             for module in _fsdp_modules(root):
                 module._is_root = module is root
                 module._name = names[id(module)]
-                module._enclosing = enclosing_of(cast("nn.Module", module), cast("nn.Module", root), FsdpModule)
                 self._forward.append(weakref.ref(module))
         for root in reversed(roots):
             self._backward.extend(weakref.ref(module) for module in _fsdp_modules(root, backwards=True))
@@ -124,6 +125,10 @@ class FsdpModule(FSDPModule):
         RESTING = enum.auto()
         FORWARD = enum.auto()
         BACKWARD = enum.auto()
+
+    _class_prefix = "FsdpModule"
+    _orig_cls_mro_index = 3
+    __deepcopy__ = refuse_deepcopy
 
     _context: FsdpContext
     _strategy: Strategy
@@ -173,23 +178,6 @@ class FsdpModule(FSDPModule):
         """Its parameters, by dtype and by whether they are trained."""
         return self._groups
 
-    def _begin_forward(self) -> None:
-        """Called before its forward."""
-        self._context.ranges.begin_forward(self.name)
-        if self._phase is not self.Phase.BACKWARD:
-            self._phase = self.Phase.FORWARD
-
-    def _end_forward(self, output: Any) -> None:
-        """Called after its forward. Watches the outputs, through which backward will reach the module."""
-        if self._phase is self.Phase.FORWARD:
-            self._phase = self.Phase.RESTING
-        self._context.ranges.end_forward()
-        if not torch.is_grad_enabled():
-            return
-        begin = weak_method(self._begin_backward)
-        for tensor in tensors_with_gradient(output):
-            tensor.register_hook(begin)
-
     @untraced
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         """Called when backward has reached one of its outputs."""
@@ -206,15 +194,27 @@ class FsdpModule(FSDPModule):
 @untraced
 def _pre_forward(module: nn.Module, args: Any) -> None:
     fsdp_module = cast("FsdpModule", module)
-    fsdp_module.context.ensure_finalized()
-    fsdp_module._begin_forward()
+    context, phases = fsdp_module._context, FsdpModule.Phase
+    context.ensure_finalized()
+    context.ranges.begin_forward(fsdp_module.name)
+    if fsdp_module._phase is not phases.BACKWARD:
+        fsdp_module._phase = phases.FORWARD
 
 
 @untraced
 def _post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    """Watches the outputs, through which backward will reach the module."""
     fsdp_module = cast("FsdpModule", module)
-    if fsdp_module.context._is_finalized:
-        fsdp_module._end_forward(output)
+    context, phases = fsdp_module._context, FsdpModule.Phase
+    if not context._is_finalized:
+        return
+    if fsdp_module._phase is phases.FORWARD:
+        fsdp_module._phase = phases.RESTING
+    context.ranges.end_forward()
+    if torch.is_grad_enabled():
+        begin = weak_method(fsdp_module._begin_backward)
+        for tensor in tensors_with_gradient(output):
+            tensor.register_hook(begin)
 
 
 def _refuse_assignment(

@@ -1,8 +1,7 @@
 """Megatron-FSDP's sharding of single modules, as in the peer's pull request 4435: the name of a strategy says what is sharded."""
 
-from libfsdp.megatron._diagnostics import ParameterNorms
 from libfsdp.megatron._policy import MixedPrecisionPolicy
-from libfsdp.megatron.v2._fsdp_module import FSDPModule
+from libfsdp.megatron.v2._fsdp_module import FSDPModule, ParameterNorms
 from libfsdp.megatron.v2._fully_shard import fully_shard
 
 FullyShardMixedPrecisionPolicy = MixedPrecisionPolicy

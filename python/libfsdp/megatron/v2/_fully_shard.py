@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from libfsdp._comm.mesh import default_mesh, device_of
-from libfsdp._core.precision import MixedPrecisionPolicy as ComputePolicy
+from libfsdp._core.shard import shard
 from libfsdp._core.sharded_parameter import identity_of
-from libfsdp._fsdp2.fully_shard import fully_shard as shard_module
 from libfsdp.megatron._config import strategy_of
-from libfsdp.megatron._mixin import attach, own_parameters, require_quiet, states_of
+from libfsdp.megatron._mixin import own_parameters, require_quiet
 from libfsdp.megatron._parameter_groups import groups_of
 from libfsdp.megatron._policy import MixedPrecisionPolicy
 from libfsdp.megatron.v2._fsdp_module import FSDPModule
@@ -70,22 +69,12 @@ def fully_shard(
     materialize(module, mesh, device_of(mesh))
     ignored = ignored_params or set()
     named = {name: p for name, p in own_parameters(module).items() if p not in ignored}
-    policy.warn_of_low_gradients([p.dtype for p in named.values() if p.requires_grad and p.is_floating_point()])
+    policy.warn_of_low_gradients(named.values())
     names = {name: identity_of(p) for name, p in named.items()}
-    original = type(module)
-    shard_module(
-        module,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=ComputePolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False),
-        ignored_params=ignored_params,
-        placements=strategy.placements,
-        main_params_dtype=policy.main_params_dtype,
-        main_grads_dtype=policy.main_grads_dtype or "own",
-    )
-    attach(module, original, FSDPModule)
+    options = policy.sharding_options(reshard_after_forward=reshard_after_forward, placements=strategy.placements)
+    shard(module, mesh, options, FSDPModule, ignored_params=ignored_params)
     assert isinstance(module, FSDPModule)
-    for state in states_of(module):
+    for state in module._states(recurse=False):
         state.engine_options.prefetch_depth = 1 if enable_unshard_prefetch else 0
         state.engine_options.overlaps_reductions = enable_async_reduce_grad
         if state.unit is not None and gradient_scaling_factor is not None:
