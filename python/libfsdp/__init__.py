@@ -60,7 +60,6 @@ from libfsdp._weights.local_shards import LocalShard, LocalShards, local_shards 
 from libfsdp._weights.transfer import TransferPlan, WantedBox, transfer_plan  # noqa: E402
 from libfsdp._weights.weight_source import WeightMetadata, WeightSource  # noqa: E402
 from libfsdp.megatron._install import install_megatron, uninstall_megatron  # noqa: E402
-from libfsdp.optim import _updates  # noqa: E402, F401
 from libfsdp.optim._clip_grad_norm import clip_grad_norm_  # noqa: E402
 from libfsdp.optim._fused import fuse  # noqa: E402
 

@@ -22,7 +22,7 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
 class _InOneCall(BeginsAnew):
-    """The step that replaces torch's in Adam, AdamW and SGD."""
+    """The step that replaces torch's in Adam and AdamW, and with other arithmetic in SGD."""
 
     _step_supports_amp_scaling = True
 
@@ -47,12 +47,22 @@ class _InOneCall(BeginsAnew):
         self._step_in_cpp(grad_scale, found_inf)
         return loss
 
+    @torch.no_grad()
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        raise NotImplementedError
+        groups, state = self.param_groups, self.state
+        call = functools.partial(_C.step_adam, type(self).__name__, groups, state, grad_scale, found_inf)
+        if to_prepare := call():
+            for g, i in to_prepare:
+                group = groups[g]
+                parameter = group["params"][i]
+                prepare_gradient(parameter)
+                make_adam_state(state[parameter], parameter, group)
+            if call():
+                raise RuntimeError("internal: state that was made is not there")
 
     def _kernel_skips(self, device: torch.device) -> bool:
-        """Where a GradScaler has found an infinity, as the device knows: the host need not wait to know."""
-        raise NotImplementedError
+        """True if the kernel itself skips the step where a GradScaler has found an infinity, so that the host need not wait to know."""
+        return all(group["fused"] for group in self.param_groups) and _are_on(self, device)
 
 
 class Adam(_InOneCall, torch.optim.Adam):
@@ -62,13 +72,6 @@ class Adam(_InOneCall, torch.optim.Adam):
     torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
     """
 
-    @torch.no_grad()
-    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        _step_adam(self, grad_scale, found_inf)
-
-    def _kernel_skips(self, device: torch.device) -> bool:
-        return _counts_on(self, device)
-
 
 class AdamW(_InOneCall, torch.optim.AdamW):
     """torch.optim.AdamW, stepped in C++.
@@ -76,13 +79,6 @@ class AdamW(_InOneCall, torch.optim.AdamW):
     Arguments, ``param_groups``, state and ``state_dict()`` are torch's, and so is the result: to the last bit that of
     torch's own with ``fused=True``, whatever ``foreach`` and ``fused`` say. ``differentiable`` and ``capturable`` are errors.
     """
-
-    @torch.no_grad()
-    def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        _step_adam(self, grad_scale, found_inf)
-
-    def _kernel_skips(self, device: torch.device) -> bool:
-        return _counts_on(self, device)
 
 
 class SGD(_InOneCall, torch.optim.SGD):
@@ -94,7 +90,19 @@ class SGD(_InOneCall, torch.optim.SGD):
 
     @torch.no_grad()
     def _step_in_cpp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        _step_sgd(self, grad_scale, found_inf)
+        groups, state = self.param_groups, self.state
+        call = functools.partial(_C.step_sgd, type(self).__name__, groups, state, grad_scale, found_inf)
+        if to_prepare := call([]):
+            first = []
+            for g, i in to_prepare:
+                parameter = groups[g]["params"][i]
+                prepare_gradient(parameter)
+                if groups[g]["momentum"] != 0 and state[parameter].get("momentum_buffer") is None:
+                    state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
+                    if found_inf is None:  # else it begins with the zeros
+                        first.append((g, i))
+            if call(first):
+                raise RuntimeError("internal: state that was made is not there")
 
     def _kernel_skips(self, device: torch.device) -> bool:
         # A first step that is skipped leaves zeros as the momentum. The next one takes them for one that was damped.
@@ -175,24 +183,6 @@ def _are_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     return all(p.device == device for group in optimizer.param_groups for p in group["params"])
 
 
-def _counts_on(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Parameters are on the device, and so is what counts their updates: as of a fused step."""
-    return all(group["fused"] for group in optimizer.param_groups) and _are_on(optimizer, device)
-
-
-def _step_adam(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    groups, state = optimizer.param_groups, optimizer.state
-    call = functools.partial(_C.step_adam, type(optimizer).__name__, groups, state, grad_scale, found_inf)
-    if to_prepare := call():
-        for g, i in to_prepare:
-            group = groups[g]
-            parameter = group["params"][i]
-            prepare_gradient(parameter)
-            make_adam_state(state[parameter], parameter, group)
-        if call():
-            raise RuntimeError("internal: state that was made is not there")
-
-
 def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Makes missing state of a parameter in the same way as torch's Adam."""
     if "step" not in state:
@@ -203,19 +193,3 @@ def make_adam_state(state: dict[str, Any], parameter: Tensor, group: dict[str, A
     for name in moments:
         if name not in state:
             state[name] = zeros_like(parameter)
-
-
-def _step_sgd(optimizer: torch.optim.Optimizer, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    groups, state = optimizer.param_groups, optimizer.state
-    call = functools.partial(_C.step_sgd, type(optimizer).__name__, groups, state, grad_scale, found_inf)
-    if to_prepare := call([]):
-        first = []
-        for g, i in to_prepare:
-            parameter = groups[g]["params"][i]
-            prepare_gradient(parameter)
-            if groups[g]["momentum"] != 0 and state[parameter].get("momentum_buffer") is None:
-                state[parameter]["momentum_buffer"] = zeros_like(parameter.grad)
-                if found_inf is None:  # else it begins with the zeros
-                    first.append((g, i))
-        if call(first):
-            raise RuntimeError("internal: state that was made is not there")

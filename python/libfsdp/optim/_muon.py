@@ -53,10 +53,6 @@ class _Row:
     def require_equal_gradients(self, number: int, parameters: list[Tensor]) -> list[int]:
         """Compares the gradients that ranks have. Otherwise ranks might wait for each other, and replicas might become different.
 
-        Args:
-            number: the number of the parameter group.
-            parameters: the parameters of that group.
-
         Returns:
             Indices of the matrices of which this rank has neither elements nor a gradient, while other ranks have one.
 

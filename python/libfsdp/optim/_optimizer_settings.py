@@ -17,7 +17,6 @@ def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | N
     """Called at each step: tells the models of the first parameter of each group which settings have changed since the last step.
 
     Args:
-        optimizer: the optimizer that is about to step.
         grad_scale: the number by which its gradients are still to be divided.
     """
     groups = optimizer.param_groups

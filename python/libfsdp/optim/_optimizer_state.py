@@ -17,7 +17,6 @@ def make_state(optimizer: torch.optim.Optimizer, missing: Sequence[Sequence[nn.P
     Optimizers make their state in the first step, so this runs a step on temporary parameters of the same shapes, with gradients of zero.
 
     Args:
-        optimizer: the optimizer whose state is made.
         missing: the parameters without state, for each of its groups.
 
     Returns:
@@ -53,6 +52,15 @@ def make_state(optimizer: torch.optim.Optimizer, missing: Sequence[Sequence[nn.P
         optimizer.state[p] = state
         made.append(p)
     return made
+
+
+def make_missing_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Does this for all parameters that are trained and have no state."""
+    missing = [
+        [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        for group in optimizer.param_groups
+    ]
+    return make_state(optimizer, missing) if any(missing) else []
 
 
 def _zeros_like(p: nn.Parameter) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Finds the states whose parameters an optimizer has, to drop gradients and to warn of steps without effect."""
+"""Notices the steps of optimizers, and finds the states whose parameters an optimizer has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from libfsdp import _C
 from libfsdp._core.model import all_states
 from libfsdp._core.readers import wait_for_readers
-from libfsdp._core.sharded_parameter import parameter_of
+from libfsdp._core.sharded_parameter import is_sharded, parameter_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,7 +97,17 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _C.note_step([state.unit for state in _alive(owners.stepped) if state.unit is not None])
 
 
+def _note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Outdates whole parameters that models keep across forwards, even models that this optimizer does not update.
+
+    An optimizer without sharded parameters is ignored, because it may exist on one rank only.
+    """
+    if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        _C.note_update()
+
+
 register_optimizer_step_pre_hook(_note_step)
+register_optimizer_step_post_hook(_note_update)
 
 
 class BeginsAnew(torch.optim.Optimizer):
