@@ -23,10 +23,10 @@ from libfsdp._checkpoint.phases import PhaseReport  # noqa: E402
 from libfsdp._checkpoint.save import AsyncSaver, save  # noqa: E402
 from libfsdp._core.gradient_reduction import GradientReductionHandle  # noqa: E402
 from libfsdp._core.memory_budget import MemoryBudget  # noqa: E402
-from libfsdp._core.missing_hooks import may_miss_backward_hooks  # noqa: E402
 from libfsdp._core.placement import ShardPlacementResult  # noqa: E402
 from libfsdp._core.precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._core.sharding_options import Float8Blocks  # noqa: E402
+from libfsdp._core.warnings import may_miss_backward_hooks  # noqa: E402
 from libfsdp._fsdp2.fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
 from libfsdp._fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._fsdp2.install import install, installed, uninstall  # noqa: E402

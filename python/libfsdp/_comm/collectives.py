@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,6 @@ def all_gather(
 ) -> dist.Work | None:
     """Gathers every rank's `shard` into `output`, in rank order."""
     return _function(_GATHER, "all_gather_into_tensor")(output, shard, group=group, async_op=async_op)
-
-
-def reduce_scatter(
-    output: torch.Tensor, unreduced: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
-) -> dist.Work | None:
-    """Reduces this rank's part of `unreduced` over the ranks into `output`."""
-    return _function(_REDUCE, "reduce_scatter_tensor")(
-        output, unreduced, op=dist.ReduceOp.SUM, group=group, async_op=async_op
-    )
 
 
 def has_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -106,12 +97,10 @@ class Collectives:
 
     def reduce_scatter(self, output: torch.Tensor, unreduced: torch.Tensor) -> dist.Work | None:
         """Starts a reduce-scatter. When it is done, `output` holds the sum over the ranks of this rank's part of `unreduced`."""
+        options: dict[str, Any] = {"op": dist.ReduceOp.SUM, "group": self._group, "async_op": True}
         if self.custom_reduce_scatter is not None:
-            op = dist.ReduceOp.SUM
-            return self.custom_reduce_scatter(
-                output_tensor=output, input_tensor=unreduced, group=self._group, op=op, async_op=True
-            )
-        return reduce_scatter(output, unreduced, group=self._group, async_op=True)
+            return self.custom_reduce_scatter(output_tensor=output, input_tensor=unreduced, **options)
+        return _function(_REDUCE, "reduce_scatter_tensor")(output, unreduced, **options)
 
     def exchange(self, every: torch.Tensor, value: torch.Tensor) -> None:
         """Fills `every` [ranks, ...] with each rank's `value`. Both lie on the host; blocks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from libfsdp._comm import stack_dump
 from libfsdp._comm.collectives import Collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,6 @@ class ShardingMesh:
         groups = [self.mesh.get_group(dim) for dim in range(self.mesh.ndim)]
         own = [group._get_backend(self.device) for group in groups if type(group) is dist.ProcessGroup]
         return [*own, *self.more_backends]
-
-    @property
-    def gives_memory(self) -> bool:
-        """A backend of its groups has an allocator for buffers of collectives, as NCCL's has."""
-        return any(backend.supports_tensor_alloc(self.device) for backend in self.backends)
 
     def piece(self, *, replicated: bool, outer_sharded: bool) -> tuple[int, int]:
         """Returns the number of pieces into which a parameter is cut, and this rank's piece. The inner dimension cuts first."""
@@ -126,25 +120,17 @@ class _Row:
         return self.group if neighbours == len(self.ranks) else self.second_group(neighbours)
 
 
-@contextmanager
-def _not_split() -> Iterator[None]:
-    """A context in which new groups get connections of their own.
+def _new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Makes a group with connections of its own. Collective over these ranks, and no others.
 
     If ``init_process_group`` was given a `device_id`, torch would split the default group, and all of its ranks would have to take part.
     """
     default = dist.distributed_c10d._get_default_group()
-    device = default.bound_device_id
-    default.bound_device_id = None
+    device, default.bound_device_id = default.bound_device_id, None
     try:
-        yield
+        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
     finally:
         default.bound_device_id = device
-
-
-def _new_group(ranks: list[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Makes a group with connections of its own. Collective over these ranks, and no others."""
-    with _not_split():
-        return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=True)
 
 
 def _when_destroyed(group: dist.ProcessGroup, call: Callable[..., object], *arguments: Any) -> None:
@@ -156,8 +142,12 @@ def _when_destroyed(group: dist.ProcessGroup, call: Callable[..., object], *argu
     weakref.finalize(dist.distributed_c10d._get_process_group_store(group), call, *arguments).atexit = False
 
 
-def default_mesh() -> DeviceMesh:
-    """Returns a mesh of all ranks, on the accelerator if there is one, and otherwise on the CPU."""
+def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns a mesh of all ranks, on the accelerator if there is one, and otherwise on the CPU.
+
+    Args:
+        names: the names of its dimensions, of which the first has all ranks.
+    """
     if not dist.is_initialized():
         try:
             dist.init_process_group()
@@ -167,7 +157,8 @@ def default_mesh() -> DeviceMesh:
                 f"torch.distributed.init_process_group() before, or start the program with torchrun ({error})"
             ) from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    sizes = (dist.get_world_size(), *(1 for _ in (names or ())[1:]))
+    return init_device_mesh(accelerator.type if accelerator else "cpu", sizes, mesh_dim_names=names)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -217,7 +208,6 @@ def sharding_mesh(mesh: DeviceMesh, *, shards: bool = True, own_collectives: boo
     """Returns the engine's view of a mesh of one or two dimensions. It is made once.
 
     Args:
-        mesh: the mesh, of one or two dimensions.
         shards: False if its only dimension replicates.
         own_collectives: communicate through torch.distributed, by collectives that no other unit uses.
     """
@@ -330,10 +320,6 @@ def _over_store(
     """Makes a mesh with connections of the engine's own. The ranks of the mesh must make the same meshes in the same order.
 
     Args:
-        mesh: the mesh.
-        rows: this rank's.
-        shards: False if its only dimension replicates.
-        world: the world of its groups.
         backend_of: see StoreMesh.
         device: where the tensors lie that are sent; None: on that of the mesh.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -67,9 +67,12 @@ class RegisteredMemory:
         """With all groups that the model's engine has; where there is none yet, as soon as there is one. Collective."""
         self._registers = True
         new = [backend for backend in self._backends if all(backend is not known for known, _ in self._registered)]
+        options = torch._C._distributed_c10d.BarrierOptions()
+        if self._device.index is not None:
+            options.device_ids = [self._device.index]  # Else NCCL guesses one.
         for backend in new:
             # NCCL's communicator is there from the first collective on, and a window is made by all ranks.
-            backend.barrier(_barrier_on(self._device)).wait()
+            backend.barrier(options).wait()
             for pool, is_window in zip(self._pools, (self._windows, False), strict=True):
                 backend.register_mem_pool(pool, symm=is_window)
                 self._registered.append((backend, pool))
@@ -80,13 +83,6 @@ class RegisteredMemory:
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
 
         return allocate
-
-
-def _barrier_on(device: torch.device) -> Any:
-    options = torch._C._distributed_c10d.BarrierOptions()
-    if device.index is not None:
-        options.device_ids = [device.index]  # Else NCCL guesses one.
-    return options
 
 
 def _deregister(registered: list[tuple[dist.Backend, torch.cuda.MemPool]]) -> None:

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 def agree(engine: _C.HookedModel, states: list[ShardState], of_model: dict[str, Any]) -> None:
     """Compares the ranks' descriptions of an engine's units, and warns if first values differ. Collective.
 
-    Args:
-        engine: the engine.
-        states: the states of its units, in their order.
-        of_model: the settings of the whole model, by name.
-
     Raises:
         Error: on all ranks, if parameters or settings differ.
     """

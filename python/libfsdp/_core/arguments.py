@@ -16,8 +16,6 @@ from libfsdp import _C
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from libfsdp._core.sharded_parameter import ManagedParameter
-
 
 def refuse(argument: str, value: Any, way_out: str) -> NoReturn:
     """Raises TypeError."""
@@ -128,20 +126,6 @@ def check_ignored(ignored: Any) -> set[nn.Parameter]:
         if not isinstance(one, torch.Tensor):
             refuse("ignored_params", ignored, f"a set of parameters, as {{model.get_parameter({str(one)!r})}}")
     return set(found)
-
-
-def refuse_shards(parameters: Iterable[ManagedParameter]) -> None:
-    """Refuses parameters of a call of fully_shard that are shards already.
-
-    Raises:
-        ValueError: if an outer module was sharded before.
-    """
-    names = [one.places[0].name for one in parameters if hasattr(one.value, "_libfsdp_shard")]
-    if names:
-        raise ValueError(
-            f"parameters {names} are shards of a module around this one: call fully_shard for inner modules first, and for outer ones "
-            "after them"
-        )
 
 
 def check_parameters(parameters: Iterable[Any]) -> None:

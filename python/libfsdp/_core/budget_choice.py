@@ -51,8 +51,6 @@ class BudgetChoice:
         """Chooses nothing.
 
         Args:
-            roots: the root's modules.
-            engine: the model's.
             units: the model's, enclosing ones first.
             prefetch_depth: as it was given: the largest that may be chosen.
         """
@@ -70,7 +68,7 @@ class BudgetChoice:
         """Chooses again if a step needs more than before: for settings that units have now, or for gradients that are there."""
         if self._budget is None:
             return
-        # Gradients of an earlier backward count until they were found once, unless the budget has several backwards in any case.
+        # Gradients that were found once count for good, and given microbatches count already.
         looks = torch.is_grad_enabled() and not self._gradients_added_up and self._budget.microbatches == 1
         add_up = looks and any(
             parameter.sharded.grad is not None for one in self._units for parameter in one.state.parameters

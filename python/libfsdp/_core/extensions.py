@@ -145,9 +145,6 @@ class ExtendedParameters:
 
         Args:
             parameters: the parameters by their positions in the unit.
-            shard_mesh: the ranks that have shards, one dimension.
-            device: the device of the whole parameters.
-            policy: the mixed precision policy of the unit.
             adopt_whole: called with a parameter's whole tensor when it exists for the first time.
             outer_pieces: the number of pieces into which the outer ranks cut each shard.
         """

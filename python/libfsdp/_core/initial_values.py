@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,34 +19,17 @@ if TYPE_CHECKING:
 _SAMPLED = 64  # the number of elements of each parameter, spread over it, that are compared
 
 
-@dataclass
-class _Taken:
-    """The sample of one parameter.
-
-    Attributes:
-        checksum: the checksum of the sample.
-        sharded: the parameter that got this rank's rows.
-        version: the versions of that parameter and of its memory at that time.
-    """
-
-    checksum: int
-    sharded: nn.Parameter
-    version: int
-
-
 class InitialValues:
     """Samples of the whole values that a rank had when a unit was sharded."""
 
     def __init__(self, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
-        """Takes the samples.
-
-        Args:
-            values: the whole parameters, before sharding.
-            parameters: the sharded parameters, which have this rank's rows.
-        """
+        """Takes the samples."""
+        # By identity: the checksum of the sample, the parameter that got this rank's rows, and its version then.
         self._taken = {
-            parameter.identity: _Taken(
-                _C.checksum(local_of(value), _SAMPLED), parameter.sharded, _version_of(parameter.sharded)
+            parameter.identity: (
+                _C.checksum(local_of(value), _SAMPLED),
+                parameter.sharded,
+                _version_of(parameter.sharded),
             )
             for value, parameter in zip(values, parameters, strict=True)
             if not value.is_meta and not parameter.extended and type(local_of(value)) in (torch.Tensor, nn.Parameter)
@@ -55,13 +37,12 @@ class InitialValues:
 
     def untouched(self, parameters: Sequence[ShardedParameter]) -> list[int]:
         """Returns a checksum for each parameter; 0 for those that had no values, or were written since (loaded, broadcast, trained)."""
-        taken_of = [self._taken.get(parameter.identity) for parameter in parameters]
-        return [
-            taken.checksum
-            if taken is not None and parameter.sharded is taken.sharded and _version_of(taken.sharded) == taken.version
-            else 0
-            for taken, parameter in zip(taken_of, parameters, strict=True)
-        ]
+        found = []
+        for parameter in parameters:
+            checksum, sharded, version = self._taken.get(parameter.identity, (0, None, 0))
+            is_untouched = parameter.sharded is sharded and _version_of(sharded) == version
+            found.append(checksum if is_untouched else 0)
+        return found
 
     def forget(self) -> None:
         """Drops the samples after they were compared."""

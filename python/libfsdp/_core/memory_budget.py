@@ -59,14 +59,10 @@ class MemoryBudget:
         check_bytes("memory_budget.microbatches", microbatches)
         if microbatches < 1:
             raise ValueError(f"memory_budget.microbatches is {microbatches}; give 1 or more")
-        object.__setattr__(self, "bytes", size)
-        object.__setattr__(self, "optimizer_values", optimizer_values)
-        object.__setattr__(self, "microbatches", microbatches)
+        vars(self).update(bytes=size, optimizer_values=optimizer_values, microbatches=microbatches)  # it is frozen
         for name, given in (("activations", activations), ("recomputable", recomputable)):
-            of_units = {
-                unit: as_bytes(f"memory_budget.{name}['{unit}']", value) for unit, value in (given or {}).items()
-            }
-            object.__setattr__(self, name, of_units)
+            label = f"memory_budget.{name}"
+            vars(self)[name] = {unit: as_bytes(f"{label}['{unit}']", value) for unit, value in (given or {}).items()}
 
 
 def check_budget(budget: MemoryBudget | int | float | str | None) -> MemoryBudget | None:

@@ -18,7 +18,6 @@ from libfsdp._core.budget_choice import BudgetChoice, BudgetedUnit
 from libfsdp._core.engine_options import EngineOptions
 from libfsdp._core.function_calls import outside_transforms, untraced, weak_method
 from libfsdp._core.gradient_reduction import GradientReductionHandle
-from libfsdp._core.missing_hooks import MissedUnits
 from libfsdp._core.recomputation import set_recomputes
 from libfsdp._core.registrations import Registrations
 from libfsdp._core.sharded_parameter import names_of_places, refuse_shared
@@ -201,9 +200,6 @@ class Model:
         )
         self._finalization: GradientReductionHandle | None = None
         self._registrations = Registrations(root.modules, functools.partial(_parameters_below, *root.modules))
-        self._missed = MissedUnits(
-            root.modules, [(name, state.modules) for name, state, _ in below if state.unit is not None]
-        )
         self._warnings = Warnings([(name, state) for name, state, _ in below])
         if not provisional:
             self._warnings.options([(name, state) for name, state, _ in below])
@@ -398,7 +394,7 @@ class Model:
     def _end_backward(self) -> bool:
         """Returns True. If the model has been collected, its callback returns None instead, and the engine delivers the gradients."""
         self.forward_root = None
-        self._missed.tell(self.engine.take_missed())
+        self._warnings.missed(self.engine.take_missed())
         self._warnings.stale(self.engine.take_stale())
         for state in self._groups:
             state.modules_to_run.clear()

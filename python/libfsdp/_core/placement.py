@@ -36,11 +36,6 @@ def placement_of(
 ) -> tuple[ShardingMesh, int]:
     """Returns the ranks over which a parameter is cut, and the dimension.
 
-    Args:
-        function: the user's ``shard_placement_fn``, or None.
-        default: the ranks of the call.
-        parameter: before it is sharded.
-
     Raises:
         AssertionError: if the parameter does not have the dimension, or if the placement is not a Shard.
         NotImplementedError: if another dimension than the first does not divide by the ranks.
@@ -65,11 +60,6 @@ def _ranks_of(mesh_info: Any, default: ShardingMesh) -> ShardingMesh:
 
 def dimension_of(placement: Any, shard_ranks: int, parameter: nn.Parameter) -> int:
     """Returns the dimension that a placement cuts.
-
-    Args:
-        placement: what the user's ``shard_placement_fn`` has returned.
-        shard_ranks: over how many ranks.
-        parameter: before it is sharded.
 
     Raises:
         AssertionError: if the parameter does not have the dimension, or if the placement is not a Shard.

@@ -65,12 +65,7 @@ def follows(follow: bool | None) -> bool:
 
 
 def followed_grad_dtype(parameter: nn.Parameter, follow: bool | None) -> torch.dtype | None:
-    """Returns the dtype that the user has set for the parameter's gradient; None if none is set, or if it is not to be followed.
-
-    Args:
-        parameter: the parameter before it is sharded.
-        follow: whether to follow the dtype; None does the same as FSDP2 of the installed torch, which follows it from 2.15 on.
-    """
+    """Returns the dtype that the user has set for the parameter's gradient; None if none is set, or if it is not to be followed."""
     if not follows(follow):
         return None
     dtype = getattr(parameter, "grad_dtype", parameter.dtype)

@@ -31,7 +31,6 @@ class QuantizedForm(Protocol):
 
         Args:
             rows: the rows that encode will get, or a part of them, if other ranks have the rest.
-            shape: the shape of the whole parameter.
             whole: the tensor with which modules have computed, if there is one.
 
         Returns:
@@ -59,9 +58,7 @@ class QuantizedForm(Protocol):
         It does not own their memory, which comes and goes.
 
         Args:
-            name: the name of the parameter, for errors.
             arrived: one gathered tensor for each that encode returned.
-            shape: the shape of the tensor.
             dtype: the dtype that the tensor has for its users.
         """
         ...

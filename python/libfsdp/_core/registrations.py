@@ -52,7 +52,6 @@ class Registrations:
         """Makes it for a model.
 
         Args:
-            root: the outermost modules.
             managed: returns the parameters of all units that are in and below them now.
         """
         self._modules = root

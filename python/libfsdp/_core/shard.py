@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 
 from libfsdp._comm.mesh import default_mesh, sharding_mesh
-from libfsdp._core.arguments import check_functions, check_ignored, check_mesh, check_module, refuse_shards
+from libfsdp._core.arguments import check_functions, check_ignored, check_mesh, check_module
 from libfsdp._core.forward_hooks import ForwardHooks
 from libfsdp._core.function_calls import outside_inference
 from libfsdp._core.model import MemberState, state_of
@@ -64,17 +64,17 @@ def shard(
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     mesh = mesh or default_mesh()
-    shards = True
+    cuts = True
     if dp_mesh_dims is not None:
         spmd = spmd_mesh(mesh, dp_mesh_dims)
         if isinstance(options.reshard_after_forward, int) and not isinstance(options.reshard_after_forward, bool):
             raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
-        mesh, shards, options = spmd.data_parallel_mesh(), bool(spmd.shard), replace(options, spmd=spmd)
+        mesh, cuts, options = spmd.data_parallel_mesh(), bool(spmd.shard), replace(options, spmd=spmd)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    ranks = sharding_mesh(mesh, shards=shards)
+    ranks = sharding_mesh(mesh, shards=cuts)
     check_options(options, ranks)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
     for one in modules:
@@ -85,7 +85,12 @@ def shard(
             )
     managed = _managed_modules(modules)
     parameters = _managed_parameters(managed, ignored)
-    refuse_shards(parameters)
+    shards = [one.places[0].name for one in parameters if hasattr(one.value, "_libfsdp_shard")]
+    if shards:
+        raise ValueError(
+            f"parameters {shards} are shards of a module around this one: call fully_shard for inner modules first, and for outer ones "
+            "after them"
+        )
     tell_of_early_hooks([(one.places[0].name, one.value) for one in parameters])
     _move_to_device(managed, parameters, ranks.device)
     _make_states(modules, parameters, shard_placement_fn, ranks, options, module_class._state_class)

@@ -263,6 +263,26 @@ def sharded_spec(
     if spmd is not None:
         return spmd_specs(parameter, spmd, shard_dim)
     whole = parameter._spec if isinstance(parameter, DTensor) else None
+    meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype) if whole is None else whole.tensor_meta
+    return spec_over(mesh, whole, meta, shard_dim, outer_sharded=outer_sharded), whole
+
+
+def spec_over(
+    mesh: ShardingMesh,
+    whole: DTensorSpec | None,
+    meta: TensorMeta | None,
+    shard_dim: int,
+    *,
+    replicated: bool = False,
+    outer_sharded: bool = False,
+) -> DTensorSpec:
+    """Returns the spec of a parameter over the ranks that shard or replicate it, and over those that have pieces of it already.
+
+    Args:
+        mesh: the former ranks.
+        whole: the spec over the latter ones, if there are any.
+        meta: of the whole tensor.
+    """
     pieces = 1
     if whole is not None:
         for dimension, placement in enumerate(whole.placements):
@@ -270,15 +290,16 @@ def sharded_spec(
                 pieces *= whole.mesh.size(dimension)
     # The inner dimension cuts the existing pieces, and the outer one cuts each of the resulting shards.
     data: tuple[Placement, ...] = (Shard(shard_dim) if pieces == 1 else _StridedShard(shard_dim, split_factor=pieces),)
-    if outer_sharded:
+    if replicated:
+        data = (Replicate(),) * mesh.mesh.ndim
+    elif outer_sharded:
         data = (_StridedShard(shard_dim, split_factor=pieces * mesh.shard_size), *data)
     elif mesh.replicates:
         data = (Replicate(), *data)
     if whole is None:
-        meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
-        return DTensorSpec(mesh.mesh, data, tensor_meta=meta), None
+        return DTensorSpec(mesh.mesh, data, tensor_meta=meta)
     all_dims = DeviceMesh._concatenate([mesh.mesh, whole.mesh])
-    return DTensorSpec(all_dims, (*data, *whole.placements), tensor_meta=whole.tensor_meta), whole
+    return DTensorSpec(all_dims, (*data, *whole.placements), tensor_meta=meta)
 
 
 def refuse_shared(parameters: Iterable[ShardedParameter]) -> None:

@@ -80,10 +80,6 @@ def make_unit(
 
     Args:
         name: for errors and profiles, until the unit is a part of a model.
-        parameters: the parameters.
-        mesh: the ranks.
-        options: the options of the call.
-        after_forward: the present setting.
         post_forward_size: the number of ranks of the post-forward mesh; 0 if there is none.
 
     Raises:
@@ -133,11 +129,7 @@ def post_forward_parameter(
     Returns None if this rank's part is not the one that torch.chunk would give it. Its module then shows the shard.
 
     Args:
-        parameter: the parameter of the unit.
-        i: its position in the unit.
-        unit: the unit.
         mesh: the post-forward mesh: two dimensions, of which the second shards a copy.
-        ranks: the ranks over which the parameter is sharded.
     """
     neighbours = mesh.size(1)
     padded = parameter.shard_dim == 0 and parameter.shape[0] % ranks != 0

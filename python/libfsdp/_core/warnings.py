@@ -1,4 +1,4 @@
-"""Warnings, once for each model, about mistakes that FSDP2 does not report."""
+"""Warnings, once for each model, about mistakes that FSDP2 does not report, and the mark that silences one of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ if TYPE_CHECKING:
     from libfsdp._core.state import ShardState
 
 
+_MARK = "_libfsdp_may_miss_backward_hooks"
+
+
+def may_miss_backward_hooks(module: nn.Module) -> nn.Module:
+    """Says that backward may reach the module's parameters in other ways than through its outputs, so that there is no warning about it.
+
+    If a module's outputs are detached, hidden in objects that are not collections of tensors, or left unused, only the gradients show that
+    there is a backward. They are then reduced at its end, and the parameters must still be gathered, by ``reshard_after_forward=False`` or
+    an ``unshard()`` before. The mark counts for the sharded modules in and below ``module``.
+
+    Returns:
+        The module.
+    """
+    module.__dict__[_MARK] = True
+    return module
+
+
 class Warnings:
     """The warnings of one model."""
 
@@ -21,17 +38,33 @@ class Warnings:
         """Makes it for a model.
 
         Args:
-            states: the states with their names; those with units are in the order of the units.
+            states: the states with their names, the root's first; those with units are in the order of the units.
         """
-        self._names = [name or "(root)" for name, state in states if state.unit is not None]
+        self._roots = states[0][1].modules
+        self._units = [(name or "(root)", state.modules) for name, state in states if state.unit is not None]
         self._told: set[str] = set()
+
+    def missed(self, units: Sequence[int]) -> None:
+        """Warns that the last backward has given these units gradients without passing through their modules' outputs."""
+        if not units or "missed" in self._told:
+            return
+        every = (module for root in self._roots for module in root.modules())
+        marked = {inner for module in every if module.__dict__.get(_MARK, False) for inner in module.modules()}
+        names = [name for name, modules in (self._units[k] for k in units) if not marked.intersection(modules)]
+        if names:
+            self._tell(
+                "missed",
+                f"backward reached {names} without passing through their modules' outputs (detached, or hidden in an object that is no "
+                "collection of tensors): their gradients are right, but were reduced only at the end of backward. Return the tensors, or, "
+                "if that is meant, mark the module with libfsdp.may_miss_backward_hooks",
+            )
 
     def stale(self, units: Sequence[int]) -> None:
         """Warns that the last backward belonged to a forward of these units after which an optimizer had stepped."""
         if units:
             self._tell(
                 "stale",
-                f"backward of {[self._names[k] for k in units]} through a forward from before an optimizer's step: it computes with the "
+                f"backward of {[self._units[k][0] for k in units]} through a forward from before an optimizer's step: it computes with the "
                 "values after the step, and what forward has saved is of those before it. Call backward before step, or run the "
                 "forward again",
             )

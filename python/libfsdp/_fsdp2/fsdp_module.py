@@ -83,6 +83,13 @@ class FSDPModule:
             return [state, *state.companions]
         return [state for _, state, _ in states_in(cast("nn.Module", self))]
 
+    def _set_units(self, recurse: bool, **options: Any) -> None:
+        """Sets options of the units, by their names."""
+        units = [state.unit for state in self._states(recurse) if state.unit is not None]
+        for name, value in options.items():
+            for unit in units:
+                setattr(unit, name, value)
+
     def reshard(self) -> None:
         """Frees the module's whole parameters, and shows shards. Not recursive."""
         for state in self._states(recurse=False):
@@ -180,10 +187,7 @@ class FSDPModule:
 
         Their values are gathered again nevertheless. With False, the memory is freed.
         """
-        keep = as_flag("keep", keep)
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.fixed_addresses = keep
+        self._set_units(recurse, fixed_addresses=as_flag("keep", keep))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """With False, backwards add up gradients on this rank, without communication, until one with True.
@@ -192,18 +196,12 @@ class FSDPModule:
             requires_gradient_sync: reduce gradients.
             recurse: whether to apply it to all modules below, too.
         """
-        requires_gradient_sync = as_flag("requires_gradient_sync", requires_gradient_sync)
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.requires_gradient_sync = requires_gradient_sync
-                state.unit.requires_all_reduce = requires_gradient_sync
+        reduces = as_flag("requires_gradient_sync", requires_gradient_sync)
+        self._set_units(recurse, requires_gradient_sync=reduces, requires_all_reduce=reduces)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With False, gradients are reduced over the sharding dimension only, and the replicas' are added up later (HSDP)."""
-        requires_all_reduce = as_flag("requires_all_reduce", requires_all_reduce)
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.requires_all_reduce = requires_all_reduce
+        self._set_units(recurse, requires_all_reduce=as_flag("requires_all_reduce", requires_all_reduce))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether parameters are freed between forward and backward."""
@@ -214,10 +212,7 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters are freed after backward. With False, the next forward of an accumulation gathers nothing."""
-        reshard_after_backward = as_flag("reshard_after_backward", reshard_after_backward)
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.reshard_after_backward = reshard_after_backward
+        self._set_units(recurse, reshard_after_backward=as_flag("reshard_after_backward", reshard_after_backward))
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules whose gathers start when this one's forward begins, instead of those that are predicted."""
@@ -240,10 +235,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Sets the number by which the sum of the ranks' gradients is divided; None stands for the number of ranks."""
-        divided_by = 0.0 if factor is None else check_number("factor", factor)
-        for state in self._states(recurse=False):
-            if state.unit is not None:
-                state.unit.gradient_divide_factor = divided_by
+        self._set_units(False, gradient_divide_factor=0.0 if factor is None else check_number("factor", factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The older name of set_gradient_divide_factor."""
@@ -328,10 +320,7 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Gives reductions connections of their own, so that they and gathers do not wait for each other. Collective."""
-        enable = as_flag("enable", enable)
-        for state in self._states(recurse):
-            if state.unit is not None:
-                state.unit.separate_reduce_group = enable
+        self._set_units(recurse, separate_reduce_group=as_flag("enable", enable))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: reductions are always sums, which the receiving rank scales."""
@@ -353,10 +342,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """With False, backward does not gather the module's parameters. For parameters whose values backward does not need."""
-        unshard_in_backward = as_flag("unshard_in_backward", unshard_in_backward)
-        for state in self._states(recurse=False):
-            if state.unit is not None:
-                state.unit.gathered_in_backward = unshard_in_backward
+        self._set_units(False, gathered_in_backward=as_flag("unshard_in_backward", unshard_in_backward))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the root's next forward wait for this event before it gathers. The event is used once."""

@@ -125,13 +125,11 @@ class ReplayCheck:
         engine = engine_of(self._module)
         if engine is not self._engine:
             self._engine = engine
-            self._checker = _C.MicrobatchChecker(engine, _buffers_of(weakref.ref(self._module)))
+            module_of = weakref.ref(self._module)  # Python can't see cycles through C++.
+            self._checker = _C.MicrobatchChecker(
+                engine, lambda: list(module.buffers()) if (module := module_of()) is not None else []
+            )
         return self._checker
-
-
-def _buffers_of(module: weakref.ref[nn.Module]) -> Callable[[], list[torch.Tensor]]:
-    """What C++ calls, which does not keep the module alive: Python can't see cycles through C++."""
-    return lambda: list(found.buffers()) if (found := module()) is not None else []
 
 
 def _copy(value: Any) -> Any:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import signal
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _received: list[int] = []
 
@@ -41,8 +37,4 @@ def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
 @cache
 def _listen() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _note)
-
-
-def _note(number: int, _: FrameType | None) -> None:
-    _received.append(number)
+        signal.signal(number, lambda received, _: _received.append(received))

@@ -103,9 +103,7 @@ def kept_by_unit(
     keep in a run.
 
     Args:
-        module: the root.
         units: all units by name, the root first.
-        inputs: the arguments of a forward, of which only shapes and dtypes are used.
         dtype: the dtype of the computation; None for the parameters' own.
     """
 

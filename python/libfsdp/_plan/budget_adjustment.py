@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | float | str] | int | float | str) -> None:
@@ -53,8 +52,12 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | floa
         given = _by_unit(names, activations, recompute=recompute)
     except (ValueError, TypeError) as error:
         refusal = error  # Other ranks wait for this one.
-    numbers = [int(refusal is not None), *(given.get(name, 0) for name in names)]
-    is_refused, *largest = _largest_of_ranks(root.mesh.mesh, root.mesh.device, numbers)
+    mesh = root.mesh.mesh
+    numbers = torch.tensor([refusal is not None, *(given.get(name, 0) for name in names)], dtype=torch.int64)
+    numbers = numbers.to(root.mesh.device)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    is_refused, *largest = numbers.tolist()
     if refusal is not None:
         raise refusal
     if is_refused:
@@ -84,11 +87,3 @@ def _by_unit(names: list[str], activations: Mapping[str, int | float | str] | in
     if unknown:
         raise ValueError(f"activations are given for {unknown}, which are no units: they are {names}")
     return sizes
-
-
-def _largest_of_ranks(mesh: DeviceMesh, device: torch.device, numbers: list[int]) -> list[int]:
-    """Returns the largest of each number over all ranks of a mesh."""
-    largest = torch.tensor(numbers, dtype=torch.int64, device=device)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return [int(number) for number in largest.tolist()]

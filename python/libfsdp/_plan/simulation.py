@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from libfsdp import _C
 
@@ -110,14 +110,7 @@ def simulate_failures(
         training=training,
         seed=seed,
     )
-    return Goodput(
-        seconds=goodput.seconds,
-        failures=goodput.failures,
-        fraction=goodput.fraction,
-        checkpoints=goodput.checkpoints,
-        lost=goodput.lost,
-        restarts=goodput.restarts,
-    )
+    return Goodput(**{one.name: getattr(goodput, one.name) for one in fields(Goodput)})
 
 
 def best_checkpoint_interval(between_failures: float, checkpoint: float) -> float:
