@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from libfsdp._comm.registered_memory import RegisteredMemory, can_register
 from libfsdp.megatron._config import tell_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch import nn
 
     from libfsdp._core.model import MemberState
-    from libfsdp.megatron._config import DistributedDataParallelConfig
 
 
 @dataclass
@@ -75,25 +71,10 @@ class ParameterGroup:
 class ParamAndGradBuffer:
     """The units of a model, as ``model.param_and_grad_buffer``."""
 
-    def __init__(
-        self,
-        states: list[MemberState],
-        named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
-        scale_gradients: Callable[[float], None],
-        zero_gradients: Callable[[], None],
-    ) -> None:
-        """Makes the view.
-
-        Args:
-            states: the states of the model, the root's first.
-            named_parameters: the parameters that the module shows now.
-            scale_gradients: the model's method.
-            zero_gradients: the model's zero_grad_buffer.
-        """
-        self._states = states
-        self._named_parameters = named_parameters
-        self._scale_gradients = scale_gradients
-        self._zero_gradients = zero_gradients
+    def __init__(self, model: Any) -> None:
+        """Makes the view of a MegatronFSDP."""
+        self._model = model
+        self._states: list[MemberState] = model._states
 
     @property
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -103,7 +84,7 @@ class ParamAndGradBuffer:
     @property
     def optimizer_named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The distributed parameters."""
-        return [(name, p) for name, p in self._named_parameters() if p.requires_grad]
+        return [(name, p) for name, p in self._model.module.named_parameters() if p.requires_grad]
 
     def manual_buffer_registration(self) -> None:
         """Registers the buffers of collectives with NCCL, where that was asked for and they have not been. Collective."""
@@ -113,20 +94,10 @@ class ParamAndGradBuffer:
         else:
             buffers.register()
 
-    def use_registered_memory(self, config: DistributedDataParallelConfig) -> None:
-        """Buffers of collectives come from NCCL's allocator, as nccl_ub and the options beside it say; nothing without NCCL."""
-        mesh = self._states[0].mesh
-        if config.nccl_ub and any(can_register(backend) for state in self._states for backend in state.mesh.backends):
-            self._states[0].engine_options.buffers = RegisteredMemory(
-                mesh.device,
-                symmetric=not config.disable_symmetric_registration,
-                manually=config.fsdp_manual_registration,
-            )
-
     def scale_gradients(self, scaling_factor: float) -> None:
         """Does the same as the model's method."""
-        self._scale_gradients(scaling_factor)
+        self._model.scale_gradients(scaling_factor)
 
     def zero_grad(self) -> None:
         """Does the same as the model's zero_grad_buffer."""
-        self._zero_gradients()
+        self._model.zero_grad_buffer()

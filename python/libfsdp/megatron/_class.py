@@ -13,6 +13,7 @@ from torch import nn
 
 from libfsdp import _C
 from libfsdp._comm.mesh import device_of
+from libfsdp._comm.registered_memory import RegisteredMemory, can_register
 from libfsdp._core.function_calls import weak_method
 from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._buffer import ParamAndGradBuffer
@@ -147,13 +148,10 @@ class MegatronFSDP(nn.Module):
         self.device = device or device_of(dist_index.device_mesh)
         tell_of_options_without_effect(
             self.ddp_config,
-            {
-                "quantized": init_model_with_meta_device or any(is_quantized(p) for p in module.parameters()),
-                "disable_bucketing": disable_bucketing,
-                "fsdp_group_ag": dist_index.fsdp_group_ag,
-                "expt_fsdp_group_ag": dist_index.expt_fsdp_group_ag,
-            },
             self.device,
+            disable_bucketing=disable_bucketing,
+            quantized=init_model_with_meta_device or any(is_quantized(p) for p in module.parameters()),
+            groups={name: getattr(dist_index, name) for name in ("fsdp_group_ag", "expt_fsdp_group_ag")},
         )
         if device is not None and not init_model_with_meta_device:
             module.to(device)
@@ -193,14 +191,19 @@ class MegatronFSDP(nn.Module):
             p.grad_added_to_main_grad = False
         self._fused_gradients = FusedGradients(self._states)
         self._gradients = MainGradients(self._states, decoupled=decoupled)
-        self.param_and_grad_buffer = ParamAndGradBuffer(
-            self._states, lambda: self.module.named_parameters(), self.scale_gradients, self.zero_grad_buffer
-        )
+        self.param_and_grad_buffer = ParamAndGradBuffer(self)
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:
             self.module.set_keep_unsharded_storage(True)
-        self.param_and_grad_buffer.use_registered_memory(self.ddp_config)
-        self._separate_reductions()
         engine_options = self._states[0].engine_options
+        if self.ddp_config.nccl_ub and any(can_register(b) for state in self._states for b in state.mesh.backends):
+            engine_options.buffers = RegisteredMemory(
+                self._states[0].mesh.device,
+                symmetric=not self.ddp_config.disable_symmetric_registration,
+                manually=self.ddp_config.fsdp_manual_registration,
+            )
+        # With groups for gathers alone, gathers and reductions do not wait for each other. On Gloo they never do.
+        if self.device.type != "cpu" and (dist_index.fsdp_group_ag is not None or dist_index.expt_fsdp_group_ag is not None):
+            self.module.set_separate_reduce_scatter_group(True)
         engine_options.before_delivery, engine_options.after_backward = map(weak_method, (self._gradients.restore, self._end_backward))
         engine_options.overlaps_reductions = self.ddp_config.overlap_grad_reduce
         engine_options.prefetch_depth = self._prefetch_depth()
@@ -294,12 +297,6 @@ class MegatronFSDP(nn.Module):
         for state in self._states:
             state.set_reduce_dtype(policy.reduce_dtype)
         self._tell_engine()
-
-    def _separate_reductions(self) -> None:
-        """Makes gathers and reductions not wait for each other, if there are groups for gathers alone. On Gloo they never do."""
-        index = self.dist_index
-        if self.device.type != "cpu" and (index.fsdp_group_ag is not None or index.expt_fsdp_group_ag is not None):
-            self.module.set_separate_reduce_scatter_group(True)
 
     def _tell_engine(self) -> None:
         fully = self.model_auto_sync or self._is_last_microbatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 
 from libfsdp.megatron._policy import MixedPrecisionPolicy, dtype_of
-
-logger = logging.getLogger("libfsdp")
 
 
 class ShardingStrategy(IntEnum):
@@ -142,45 +139,34 @@ def tell_once(option: str, reason: str) -> None:
 
 
 def tell_of_options_without_effect(
-    config: DistributedDataParallelConfig, given: dict[str, Any], device: torch.device
+    config: DistributedDataParallelConfig,
+    device: torch.device,
+    *,
+    disable_bucketing: bool,
+    quantized: bool,
+    groups: dict[str, Any],
 ) -> None:
     """Warns of options that make only the peer faster, and have no effect here.
 
     Args:
-        config: the options of the class.
-        given: options of the functions that the class does not have, if they are not the default.
-        device: the device of the parameters.
+        quantized: whether parameters are, or may become, TransformerEngine's.
+        groups: the groups for gathers alone, by their options.
     """
-    on_host = device.type == "cpu"
     reasons = {
-        "nccl_ub": (config.nccl_ub and on_host, "the parameters lie in host memory, where there is no NCCL"),
-        "fsdp_manual_registration": (config.fsdp_manual_registration and not config.nccl_ub, "it needs nccl_ub"),
-        "disable_symmetric_registration": (
-            config.disable_symmetric_registration and not config.nccl_ub,
-            "it needs nccl_ub",
-        ),
-        "average_in_collective": (
-            config.average_in_collective,
-            "sums are made in fp32 and divided then, which is no less exact",
-        ),
-        "fsdp_db_use_persist_buf_on_alloc_fail": (
-            config.fsdp_db_use_persist_buf_on_alloc_fail,
-            "units of any size share the same slots",
-        ),
-        "keep_fp8_transpose_cache": (
-            config.keep_fp8_transpose_cache and not given.get("quantized", False),
-            "no parameter is quantized",
-        ),
-        "disable_bucketing": (given.get("disable_bucketing", False), "there are no buckets: a unit travels as a whole"),
-        "fsdp_group_ag": (
-            given.get("fsdp_group_ag") is not None and on_host,
-            "on Gloo, gathers and reductions have connections of libfsdp's own",
-        ),
-        "expt_fsdp_group_ag": (
-            given.get("expt_fsdp_group_ag") is not None and on_host,
-            "on Gloo, gathers and reductions have connections of libfsdp's own",
-        ),
+        "average_in_collective": "sums are made in fp32 and divided then, which is no less exact",
+        "fsdp_db_use_persist_buf_on_alloc_fail": "units of any size share the same slots",
     }
-    for option, (is_given, reason) in reasons.items():
-        if is_given:
-            tell_once(option, reason)
+    if device.type == "cpu":
+        reasons["nccl_ub"] = "the parameters lie in host memory, where there is no NCCL"
+    if not config.nccl_ub:
+        reasons |= dict.fromkeys(("fsdp_manual_registration", "disable_symmetric_registration"), "it needs nccl_ub")
+    if not quantized:
+        reasons["keep_fp8_transpose_cache"] = "no parameter is quantized"
+    reasons = {option: reason for option, reason in reasons.items() if getattr(config, option)}
+    if disable_bucketing:
+        reasons["disable_bucketing"] = "there are no buckets: a unit travels as a whole"
+    for option, group in groups.items():
+        if group is not None and device.type == "cpu":
+            reasons[option] = "on Gloo, gathers and reductions have connections of libfsdp's own"
+    for option, reason in reasons.items():
+        tell_once(option, reason)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
+from libfsdp._comm.mesh import default_mesh
 from libfsdp.megatron._class import MegatronFSDP
 from libfsdp.megatron._config import DistributedDataParallelConfig, ShardingStrategy, strategy_of
 from libfsdp.megatron._index import FSDPDistributedIndex
-from libfsdp.megatron._optimizer import StateTemplate, exchange_parameters, extend
+from libfsdp.megatron._optimizer import complete_state_dicts, exchange_parameters, extend
 from libfsdp.megatron._policy import MixedPrecisionPolicy
 from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def fully_shard_model(
@@ -104,8 +105,8 @@ def fully_shard_model(
         ValueError: for options that do not fit each other, or the mesh.
     """
     if device_mesh is None:
-        device_mesh = _default_mesh(dp_shard_dim or "fsdp", tp_dim or "tp")
         dp_shard_dim, tp_dim = dp_shard_dim or "fsdp", tp_dim or "tp"
+        device_mesh = default_mesh((dp_shard_dim, tp_dim))
         dp_outer_dim, hybrid_fsdp_group = None, None
     strategy = strategy_of("zero_dp_strategy", zero_dp_strategy)
     outer = strategy_of("outer_dp_sharding_strategy", outer_dp_sharding_strategy, outer=True)
@@ -197,7 +198,7 @@ def fully_shard_optimizer(
     """
     model = extend(optimizer)
     if preproc_state_dict_for_dcp_ckpt:
-        StateTemplate(optimizer, tells_places=model.strategy != ShardingStrategy.NO_SHARD)
+        complete_state_dicts(optimizer, tells_places=model.strategy != ShardingStrategy.NO_SHARD)
     return optimizer
 
 
@@ -229,20 +230,6 @@ def fully_shard(
     places = [(inner, name, p) for inner in module.modules() for name, p in inner._parameters.items() if p is not None]
     options["preproc_state_dict_for_dcp_ckpt"] = preproc_state_dict_for_dcp_ckpt
     model = fully_shard_model(module, *args, **options)
-    exchanged: dict[int, nn.Parameter] = {}
-    for inner, name, p in places:
-        now = inner._parameters[name]
-        assert now is not None
-        exchanged[id(p)] = now
-    exchange_parameters(optimizer, exchanged)
+    exchange_parameters(optimizer, {id(p): inner.get_parameter(name) for inner, name, p in places})
     fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)
     return model, optimizer
-
-
-def _default_mesh(dp_shard_dim: str, tp_dim: str) -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return init_device_mesh(
-        accelerator.type if accelerator else "cpu", (dist.get_world_size(), 1), mesh_dim_names=(dp_shard_dim, tp_dim)
-    )

@@ -117,9 +117,6 @@ class MainGradients:
     def require_finite(self, scalars: ReplicatedScalars) -> None:
         """Collective.
 
-        Args:
-            scalars: the scalar parameters of the model, whose gradients are checked, too.
-
         Raises:
             Error: on all ranks, if a gradient has NaN or infinity on one of them.
         """
@@ -161,8 +158,6 @@ class ReplicatedScalars:
         """Registers hooks.
 
         Args:
-            named: the parameters.
-            index: the ranks.
             sums: whether gradients are added up over the ranks and not divided.
             decoupled: whether they appear as ``decoupled_grad``.
         """

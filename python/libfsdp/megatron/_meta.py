@@ -39,8 +39,6 @@ def initialize(
 
     Args:
         root: a module whose parameters are shards on meta.
-        states: all states of the model.
-        index: the ranks.
         take_form: returns the form of a parameter that ``reset_parameters`` has quantized, by its name.
 
     Raises:
@@ -72,7 +70,8 @@ def initialize(
         vars(module._parameters[name]).update(attributes)
     scratch = _Scratch()
     for module in modules:
-        scratch.make_room_for(_parameters_of(module, places))
+        own = (places.get((id(module), name)) for name in module._parameters)
+        scratch.make_room_for(state.parameters[i] for state, i in filter(None, own))
     done: set[tuple[int, int]] = set()
     for module in modules:
         scratch.clear()
@@ -95,22 +94,19 @@ def _reset(
     """Gives one module its values. When it returns, all whole parameters have been freed.
 
     Args:
-        module: a module with parameters of its own.
-        places: the parameters by the modules' ids and their names there.
-        scratch: the memory for the whole parameters.
         done: the parameters that have their values already.
-        index: the ranks.
-        take_form: returns the form of a quantized parameter.
     """
     wholes: dict[str, nn.Parameter] = {}
     for name, shown in module._parameters.items():
         if shown is None:
             continue
         state, i = places.get((id(module), name), (None, -1))
-        wholes[name] = nn.Parameter(
-            torch.empty_like(shown) if state is None else _whole_of(state, state.parameters[i], scratch),
-            requires_grad=shown.requires_grad,
-        )
+        if state is None:
+            whole = torch.empty_like(shown)
+        else:
+            whole, spec = scratch.take(state.parameters[i], state.mesh.device), state.parameters[i].whole_spec
+            whole = whole if spec is None else DTensor(whole, spec, requires_grad=False)
+        wholes[name] = nn.Parameter(whole, requires_grad=shown.requires_grad)
     shards = dict(module._parameters)
     module._parameters.update(wholes)
     with torch.enable_grad():
@@ -176,11 +172,6 @@ class _Scratch:
         return (size + alignment - 1) // alignment * alignment
 
 
-def _parameters_of(module: nn.Module, places: Places) -> list[ShardedParameter]:
-    found = (places.get((id(module), name)) for name in module._parameters)
-    return [state.parameters[i] for state, i in filter(None, found)]
-
-
 def _whole_dtype(parameter: ShardedParameter) -> torch.dtype:
     return parameter.computes_in or parameter.dtype
 
@@ -193,11 +184,6 @@ def is_on_meta(module: nn.Module) -> bool:
 
 def _resetter(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def _whole_of(state: ShardState, parameter: ShardedParameter, scratch: _Scratch) -> torch.Tensor:
-    local = scratch.take(parameter, state.mesh.device)
-    return local if parameter.whole_spec is None else DTensor(local, parameter.whole_spec, requires_grad=False)
 
 
 def _keep_rows(state: ShardState, i: int, whole: torch.Tensor) -> None:

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 def inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """Yields each module once, after all modules below it; a module with several owners comes before the first of them.
-
-    Args:
-        module: the root, which comes last.
-        seen: the modules that have been yielded already.
-    """
+    """Yields each module once, after all modules below it; a module with several owners comes before the first of them."""
     seen = set() if seen is None else seen
     seen.add(module)
     for child in reversed(list(module.children())):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from libfsdp._core.sharded_parameter import local_of
 from libfsdp.megatron._protocol import is_expert
 from libfsdp.megatron.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
-from libfsdp.optim._optimizer_state import make_state
+from libfsdp.optim._optimizer_state import make_missing_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,6 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, n
     """Gives an optimizer the distributed parameters instead of those with which it was made. Its groups stay as they are.
 
     Args:
-        optimizer: an optimizer that was made with the module's parameters before they were sharded.
         exchanged: the distributed parameters by the ids of the former ones.
 
     Raises:
@@ -133,49 +132,37 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, n
     optimizer.state.clear()
 
 
-class StateTemplate:
-    """Provides state for parameters that have had no step yet, while a state dict is made, so that a checkpoint can be loaded into it.
+def complete_state_dicts(optimizer: torch.optim.Optimizer, *, tells_places: bool) -> None:
+    """Gives parameters that have had no step yet state while a state dict is made, so that a checkpoint can be loaded into it.
 
     The optimizer itself stays as it is.
+
+    Args:
+        tells_places: whether state dicts say where shards lie, for torch.distributed.checkpoint.
     """
+    made: list[nn.Parameter] = []
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, tells_places: bool) -> None:
-        """Registers hooks.
+    def fill(optimizer: torch.optim.Optimizer) -> None:
+        made.extend(make_missing_state(optimizer))
 
-        Args:
-            optimizer: an optimizer of a MegatronFSDP's parameters.
-            tells_places: whether state dicts say where shards lie, for torch.distributed.checkpoint.
-        """
-        self._made: list[nn.Parameter] = []
-        self._tells_places = tells_places
-        optimizer.register_state_dict_pre_hook(self._fill)
-        optimizer.register_state_dict_post_hook(self._empty)
-
-    def _fill(self, optimizer: torch.optim.Optimizer) -> None:
-        missing = [
-            [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-            for group in optimizer.param_groups
-        ]
-        if not any(missing):
-            return
-        self._made.extend(make_state(optimizer, missing))
-
-    def _empty(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        for p in self._made:
+    def empty(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        for p in made:
             optimizer.state.pop(p, None)
-        self._made.clear()
+        made.clear()
         # All ranks have the parameters in the same order, even if some rank's shard is empty and has no state of its own.
         state_dict["state"] = dict(sorted(state_dict["state"].items()))
-        if self._tells_places:
+        if tells_places:
             _share_counts([p for group in optimizer.param_groups for p in group["params"]], state_dict["state"])
             preprocess_state_dict_for_uneven_dtensor(state_dict["state"])
+
+    optimizer.register_state_dict_pre_hook(fill)
+    optimizer.register_state_dict_post_hook(empty)
 
 
 def _share_counts(parameters: list[nn.Parameter], states: dict[int, dict[str, Any]]) -> None:
     """Makes counts, such as those of updates, the same on all ranks. Ranks whose shard is empty do not update them. Collective.
 
     Args:
-        parameters: the parameters of the optimizer, in the order of its groups.
         states: the states by number; those of empty shards are replaced.
     """
     for expert in (False, True):

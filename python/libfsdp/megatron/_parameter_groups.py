@@ -84,8 +84,6 @@ class ParameterGroup:
         """Makes a group of some of a unit's parameters.
 
         Args:
-            state: the state of the unit.
-            parameters: some of the unit's parameters.
             fqns: the names of each, by identity.
         """
         self._state = weakref.ref(state)
@@ -159,7 +157,6 @@ def groups_of(module: FSDPModule, names: dict[str, int]) -> tuple[ParameterGroup
     """The groups of one sharded module.
 
     Args:
-        module: a module that fully_shard was called on.
         names: the names of its parameters, with the identity of each.
     """
     fqns: dict[int, tuple[str, ...]] = {}

@@ -49,11 +49,6 @@ class TransformerEngineForm:
     def __init__(self, name: str, parameter: nn.Parameter, *, keeps_transposed: bool) -> None:
         """Takes the parameter's quantizer.
 
-        Args:
-            name: the name of the parameter.
-            parameter: the quantized parameter, with its values.
-            keeps_transposed: ``keep_fp8_transpose_cache``.
-
         Raises:
             ValueError: if it is trained, and its values from before it was quantized are not available.
         """
@@ -192,14 +187,9 @@ class TransformerEngineForm:
         finally:
             self._quantizer.set_usage(columnwise=columnwise)
 
-    def freed(self, whole: torch.Tensor) -> None:
-        """Called when the unit is freed; frees the transposed copy."""
+    def freed(self, whole: torch.Tensor | None) -> None:
+        """Called when the unit is freed, and after forward, when it may stay gathered; frees the transposed copy."""
         if not self._keeps_transposed:
-            discard_transposed(whole)
-
-    def leave_forward(self, whole: torch.Tensor | None) -> None:
-        """Called when the module has computed; its unit may stay gathered."""
-        if whole is not None and not self._keeps_transposed:
             discard_transposed(whole)
 
     def _arrange_transposed(self, whole: Any) -> None:
@@ -275,6 +265,4 @@ def discard_transposed_after_forward(states: Sequence[ShardState]) -> None:
             if not isinstance(form, TransformerEngineForm):
                 continue
             for place in parameter.places:
-                place.module.register_forward_hook(
-                    lambda *_, form=form, parameter=parameter: form.leave_forward(parameter.whole)
-                )
+                place.module.register_forward_hook(lambda *_, form=form, parameter=parameter: form.freed(parameter.whole))

@@ -6,33 +6,33 @@ They are known by the names of TransformerEngine's recipes, which its quantizers
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class TensorScale(Protocol):
+class TensorScale:
     """The scale of one parameter. It stays the same until the values are written again, as on one rank, which quantizes them once."""
 
     def renew(self, quantizer: Any, rows: torch.Tensor, *, trained: bool) -> torch.Tensor | None:
         """Called when new rows are to be quantized (or, if the parameter is not trained, possibly the same ones); see QuantizedForm."""
-        ...
+        raise NotImplementedError
 
     def set_largest(self, largest: torch.Tensor) -> None:
         """See QuantizedForm."""
-        ...
+        raise NotImplementedError
 
     def quantize(self, rows: torch.Tensor) -> Any:
         """Returns a quantized tensor that begins with the rows, without a transposed copy."""
-        ...
+        raise NotImplementedError
 
     def beside(self) -> list[torch.Tensor]:
         """Returns the tensors that are sent beside the rows that were quantized last, of one element each."""
-        ...
+        return []
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
         """Called when all ranks' rows, and the tensors beside them, have arrived: gives the whole tensor its scale."""
-        ...
+        raise NotImplementedError
 
 
 def scale_of(quantizer: Any) -> TensorScale | None:
@@ -47,7 +47,7 @@ def scale_of(quantizer: Any) -> TensorScale | None:
     return None
 
 
-class DelayedScale:
+class DelayedScale(TensorScale):
     """A scale that the quantizer has before it sees the values. It is computed from the largest of earlier values, which it records.
 
     The quantizer may get another scale, and a new record, between two gathers of the same values. So the scale is copied after values were
@@ -78,10 +78,6 @@ class DelayedScale:
         self._of_rows.scale = quantizer.scale.clone()
         self._of_rows.amax = torch.zeros_like(quantizer.amax)
         self._is_recorded = False
-
-    def set_largest(self, largest: torch.Tensor) -> None:
-        """Never called."""
-        raise NotImplementedError
 
     def quantize(self, rows: torch.Tensor) -> Any:
         """Quantizes with the scale that was kept."""
@@ -114,7 +110,7 @@ class DelayedScale:
         self._is_recorded = True
 
 
-class CurrentScale:
+class CurrentScale(TensorScale):
     """A scale that the quantizer computes from the largest of its values.
 
     Each rank's rows therefore get the largest of all ranks' values in one more row.
@@ -140,10 +136,6 @@ class CurrentScale:
         quantized = self._of_rows(more)
         self._scale_inv = quantized._scale_inv
         return quantized
-
-    def beside(self) -> list[torch.Tensor]:
-        """Returns nothing, because all ranks have computed the same scale."""
-        return []
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
         """Gives the whole tensor the scale of this rank's rows, which is that of all rows."""

@@ -157,7 +157,7 @@ def _boxes(dtensors: Mapping[str, DTensor]) -> dict[str, ChunkStorageMetadata]:
         cuts = _cuts_of(dtensor, name)
         if dtensor.device_mesh.get_coordinate() is None:
             continue
-        if _is_pretended(dtensor.device_mesh):
+        if dist.get_backend(dtensor.device_mesh.get_group(0)) == "fake":  # Its ranks do not exist, and can't exchange anything.
             sizes, offsets = compute_local_shape_and_global_offset(
                 dtensor.shape, dtensor.device_mesh, dtensor.placements
             )
@@ -175,11 +175,6 @@ def _boxes(dtensors: Mapping[str, DTensor]) -> dict[str, ChunkStorageMetadata]:
         for i, (name, cuts) in enumerate(of_it.items()):
             found[name] = _compute_box(name, dtensors[name], cuts, [one[i][1] for one in everyone])
     return found
-
-
-def _is_pretended(mesh: DeviceMesh) -> bool:
-    """True if the mesh's ranks do not exist (torch's fake process groups), so that they can't exchange anything."""
-    return bool(dist.get_backend(mesh.get_group(0)) == "fake")
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:

@@ -52,8 +52,6 @@ class Ranges:
         """Called when backward has reached a module. It ends the backwards of modules that are not around this one.
 
         Args:
-            name: the module's name.
-            key: identifies the module.
             enclosing: the keys of the modules around it.
             end: called once, when the module's backward has ended.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -14,10 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from libfsdp.megatron._parameter_groups import sync_model_weights_from_main_weights
+from libfsdp.optim._optimizer_state import make_missing_state
 
 if TYPE_CHECKING:
     import os
 
+    import torch
     from torch import nn
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -51,13 +52,13 @@ def load_checkpoint(
         checkpoint_dir: the folder.
         sync_model_weights: make the next forward take the loaded values, which is needed only if they were written through ``.data``.
     """
-    made = _make_state(optimizer)
+    made = make_missing_state(optimizer) if not optimizer.state else []
     try:
         state_dicts = _state_dicts(model, optimizer)
         dcp.load(state_dicts, checkpoint_id=checkpoint_dir)
     except BaseException:  # as CheckpointException is one
-        if made:
-            optimizer.state.clear()
+        for parameter in made:
+            optimizer.state.pop(parameter, None)
         raise
     set_model_state_dict(model, state_dicts["model"])
     set_optimizer_state_dict(model, optimizer, state_dicts["optimizer"])
@@ -67,25 +68,3 @@ def load_checkpoint(
 
 def _state_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-@torch.no_grad()
-def _make_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Makes the state for a load by a step that does not change values. Torch's own way gives gradients of the weights' dtype only.
-
-    Returns:
-        Whether there was no state.
-    """
-    if optimizer.state:
-        return False
-    kept = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                kept.append((p, p.detach().clone(), p.grad))
-                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
-    optimizer.step()
-    for p, value, gradient in kept:
-        p.copy_(value)
-        p.grad = gradient
-    return True

@@ -29,11 +29,6 @@ def materialize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
     The values of the mesh's first rank count. Megatron-Core's tracker of random numbers is forked around each, if it is in use,
     so that tensor-parallel ranks draw the same numbers for parameters that they all have; TransformerEngine's modules do so themselves.
 
-    Args:
-        module: the module that is going to be sharded.
-        mesh: the ranks of the module.
-        device: the device for the values.
-
     Raises:
         ValueError: if a module has parameters or buffers on meta, and no ``reset_parameters``.
     """
