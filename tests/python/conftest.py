@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests with the mark ``on_ranks`` on ranks, which have no fixtures of their own."""
+    if (mark := pyfuncitem.get_closest_marker("on_ranks")) is None:
+        return None
+    given: dict[str, Any] = pyfuncitem.funcargs
+    arguments = [given[name] for name in inspect.signature(pyfuncitem.obj).parameters]
+    ranks, *sizes = mark.args
+    for size in sizes:
+        given[ranks](given.get(size, size)).run(pyfuncitem.obj, *arguments)
+    return True
+
+
 @contextmanager
 def kept_ranks(attempts: int) -> Iterator[StartRanks]:
     """Ranks that are started when they are first used, and kept."""
@@ -45,6 +59,13 @@ def ranks() -> Iterator[StartRanks]:
     Each file has its own: process groups stay until their process ends, and some hundred of them, each with threads, make ranks slow. What
     takes long is to import torch, which is done once for all files of a process of pytest's.
     """
+    with kept_ranks(attempts=1) as start_ranks:
+        yield start_ranks
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[StartRanks]:
+    """Ranks for a test that ends their collectives, or sets what is read when connections are made."""
     with kept_ranks(attempts=1) as start_ranks:
         yield start_ranks
 

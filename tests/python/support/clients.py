@@ -93,13 +93,13 @@ def environment(**variables: str) -> Any:
         os.environ.update(before)
 
 
-def train_steps(model: Any, parameters: Any = None, forward: Any = None) -> Trained:
-    """A plain loop over a language model, or over what `forward` makes of it."""
+def train_steps(model: Any, parameters: Any = None, loss_of: Callable[[Tensor], Tensor] | None = None) -> Trained:
+    """A plain loop over a language model, or over what `loss_of` makes of it."""
     trained = Trained()
     optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=0.01)
     for step in range(STEPS):
         batch = ids(step)
-        loss = (forward or model)(input_ids=batch, labels=batch).loss
+        loss = loss_of(batch) if loss_of else model(input_ids=batch, labels=batch).loss
         loss.backward()
         trained.losses.append(loss.item())
         trained.gradients.append(full_gradients(model))
@@ -120,6 +120,24 @@ def reset_accelerate() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+
+
+# Of both Trainers.
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "report_to": [],
+    "disable_tqdm": True,
+    "fsdp_config": {
+        "version": 2,
+        "reshard_after_forward": True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
 
 
 def with_accelerate(implementation: str, *options: str) -> Trained:
@@ -260,27 +278,15 @@ def with_trainer(implementation: str, *options: str) -> Trained:
             reset_accelerate()
             arguments = TrainingArguments(
                 output_dir=str(folder / name),
-                use_cpu=True,
-                per_device_train_batch_size=2,
                 max_steps=4,
                 save_steps=2,
                 eval_strategy="steps",
                 eval_steps=2,
-                logging_steps=1,
-                learning_rate=0.01,
-                report_to=[],
-                disable_tqdm=True,
                 bf16="bf16" in options,
                 gradient_checkpointing="checkpointing" in options,
                 parallelism_config=dims if "hsdp" in options else None,
                 fsdp="full_shard offload" if "offload" in options else "full_shard",
-                fsdp_config={
-                    "version": 2,
-                    "reshard_after_forward": True,
-                    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                    "state_dict_type": "SHARDED_STATE_DICT",
-                },
+                **ARGUMENTS,
             )
             PartialState().distributed_type = DistributedType.MULTI_GPU
             made = Trainer(language_model(), arguments, train_dataset=TokenData(), eval_dataset=TokenData())
@@ -328,6 +334,7 @@ def with_peft(implementation: str, *options: str) -> Trained:
         adapter = get_peft_model_state_dict(model)
         trained.notes["adapter"] = sorted(adapter)
         trained.notes["trained"] = sum(gradient is not None for gradient in trained.gradients[-1].values())
+        assert len(adapter) == trained.notes["trained"]
         return trained
 
 
@@ -390,17 +397,7 @@ def with_torchtitan(implementation: str, *options: str) -> Trained:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # Gloo's sums have no factor, which FSDP2 would want.
-        trained = Trained()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(STEPS):
-            loss = next_token_loss(model, (ids(step),))
-            loss.backward()
-            trained.losses.append(loss.item())
-            trained.gradients.append(full_gradients(model))
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.parameters = values(model)
-        return trained
+        return train_steps(model, loss_of=lambda batch: next_token_loss(model, (batch,)))
 
 
 # A model of text and images.

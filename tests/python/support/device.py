@@ -37,6 +37,13 @@ def move(module: ModuleT) -> ModuleT:
     return module if on_meta else module.to(TYPE)
 
 
+def take_reports() -> list[str]:
+    """What the simulated device has seen on this rank."""
+    torch.accelerator.synchronize()
+    reports: list[str] = importlib.import_module("sim_device").take_reports()
+    return reports
+
+
 def join(rank: int, size: int, **options: Any) -> torch.device:
     """Makes the default group, with Gloo for the CPU's tensors, and the rank's device the current one."""
     device = of_rank(rank)

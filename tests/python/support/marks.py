@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -24,3 +27,20 @@ needs_transformers = pytest.mark.skipif(
 def at_night(*values: object) -> ParameterSet:
     """A set of parameters with which a test runs in `make nightly` only."""
     return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def on_ranks(*sizes: int | str, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Each rank runs the test, with its parameters and fixtures: on so many ranks, and with several numbers on each of them in turn.
+
+    A number may be the name of a parameter that has it. Fresh ranks are the test's own, and end with it.
+    """
+
+    def mark(test: Callable[..., Any]) -> Callable[..., Any]:
+        ranks = "fresh_ranks" if fresh else "ranks"
+        parameters = [size for size in sizes if isinstance(size, str)]
+        marked: Callable[..., Any] = pytest.mark.usefixtures(ranks, *parameters)(
+            pytest.mark.on_ranks(ranks, *sizes)(test)
+        )
+        return marked
+
+    return mark

@@ -104,6 +104,18 @@ def gathered_gradients(model: MegatronFSDP, dtype: torch.dtype | None = None) ->
     return found
 
 
+def set_mean_gradients(model: nn.Module, steps: list[int]) -> None:
+    """Gives a model without sharding its mean_gradients."""
+    for p, gradient in zip(model.parameters(), mean_gradients(model, steps), strict=True):
+        p.grad = gradient
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Of a sharded model, and of one without sharding."""
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=rtol, atol=atol)
+
+
 class AllGather(torch.autograd.Function):
     """Rows of all ranks of a group; each gets the sum of all ranks' gradients of its own."""
 

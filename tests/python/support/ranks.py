@@ -160,3 +160,11 @@ class Ranks:
 
 StartRanks = Callable[[int], Ranks]  # Ranks by their number, started when they are first used.
 ComparedRanks = Mapping[str, StartRanks]  # By the implementation that they run.
+
+
+def run_both(
+    ranks: ComparedRanks, size: int, function: Callable[..., Any], *arguments: Any
+) -> tuple[list[Any], list[Any]]:
+    """What function(implementation, *arguments) returns on each rank, of libfsdp and of its peer."""
+    ours, theirs = (ranks[name](size).run(function, name, *arguments) for name in ("libfsdp", "fsdp2"))
+    return ours, theirs

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from support.training import CASES, Options, batch_of, make_optimizer, seeded, shard
-
-DEFAULT = Options()
+from support.training import CASES, DEFAULT, Options, batch_of, make_optimizer, sharded
 
 
 def trained(
     case_name: str, implementation: str, options: Options = DEFAULT, steps: int = 2
 ) -> tuple[Any, torch.optim.Optimizer]:
     """A sharded model and its optimizer after some steps."""
-    case = CASES[case_name]
-    model = shard(seeded(case), case, implementation, options)
+    model = sharded(case_name, options, implementation)
     optimizer = make_optimizer(options, model.parameters())
     train_more(model, optimizer, case_name, range(steps))
     return model, optimizer
@@ -88,6 +88,26 @@ def assert_same_state(got: Any, expected: Any, tolerance: float = 0.0) -> None:
         assert describe(mine[path]) == describe(value), f"{path}: {describe(mine[path])}, not {describe(value)}"
         are_same = same(numbers(mine[path]), numbers(value), tolerance)
         assert are_same, f"{path}: {numbers(mine[path])}, not {numbers(value)}"
+
+
+def save_by_torch(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Model and optimizer, by torch.distributed.checkpoint."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+
+
+def load_by_torch(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What save_by_torch has saved."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Nested dictionaries and lists that are equal in names and values, tensors to the last bit."""
+    mine, other = flatten(got), flatten(expected)
+    assert list(mine) == list(other), f"names {list(mine)}, expected {list(other)}"
+    assert [path for path, value in other.items() if not same(mine[path], value)] == []
 
 
 def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.clients import (
+    ARGUMENTS,
     TokenData,
     Trained,
     common_folder,
@@ -21,7 +22,7 @@ from support.clients import (
     train_steps,
     values,
 )
-from support.models import VOCABULARY
+from support.models import VOCABULARY, next_token_loss
 from support.training import installed
 
 
@@ -70,24 +71,12 @@ def with_trl(implementation: str, *options: str) -> Trained:
         with tempfile.TemporaryDirectory() as folder:
             arguments = SFTConfig(
                 output_dir=folder,
-                use_cpu=True,
-                per_device_train_batch_size=2,
                 max_steps=3,
                 save_strategy="no",
-                logging_steps=1,
-                learning_rate=0.01,
-                report_to=[],
-                disable_tqdm=True,
                 bf16="bf16" in options,
                 gradient_checkpointing=False,
                 fsdp="full_shard",
-                fsdp_config={
-                    "version": 2,
-                    "reshard_after_forward": True,
-                    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                    "state_dict_type": "SHARDED_STATE_DICT",
-                },
+                **ARGUMENTS,
             )
             PartialState().distributed_type = DistributedType.MULTI_GPU
             data = Dataset.from_list([{"input_ids": TokenData()[i]["input_ids"].tolist()} for i in range(16)])
@@ -145,11 +134,6 @@ def with_torchtune(implementation: str, *options: str) -> Trained:
         training.shard_model(model, [lambda name, _: name.startswith("layers.") and name.count(".") == 1], cpu_offload=False)
         training.load_from_full_model_state_dict(model, full_state, torch.device("cpu"), strict=True)
 
-        def forward(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            logits = model(input_ids)
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            return type("Output", (), {"loss": loss})
-
-        trained = train_steps(model, forward=forward)
+        trained = train_steps(model, loss_of=lambda batch: next_token_loss(model, (batch,)))
         trained.notes["class"] = type(model).__name__
         return trained

@@ -49,6 +49,9 @@ class Options:
         return self.reduce or (None if REDUCES_IN_OWN_DTYPE else self.compute) or torch.float32
 
 
+DEFAULT = Options()
+
+
 @dataclass
 class Step:
     """What there was in a step, whole, on the rank that recorded it."""
@@ -125,6 +128,21 @@ def shard(model: nn.Module, case: Case, implementation: str, options: Options) -
     return fsdp.fully_shard(model, **arguments)
 
 
+def sharded(case_name: str, options: Options = DEFAULT, implementation: str = "libfsdp") -> Any:
+    """The case's model, sharded."""
+    return shard(seeded(CASES[case_name]), CASES[case_name], implementation, options)
+
+
+def three_units(**options: Any) -> Any:
+    """A small model of libfsdp's: two units of linear layers, and a root with another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
+    fsdp = api("libfsdp")
+    for unit in (model[0], model[2], model):
+        fsdp.fully_shard(unit, **options)
+    return model
+
+
 def full(tensor: Tensor) -> Tensor:
     """A DTensor, gathered; a copy on the CPU that stays as it is. It is gathered there, too: torch's Gloo can't do it on a GPU."""
     own = tensor.detach().to("cpu", copy=True)
@@ -139,9 +157,7 @@ def full_gradients(model: nn.Module) -> Gradients:
 
 def train(case_name: str, implementation: str, options: Options) -> Run:
     """A rank's part of a training run: called on all ranks alike."""
-    case = CASES[case_name]
-    model = shard(seeded(case), case, implementation, options)
-    return train_sharded(model, case, options)
+    return train_sharded(sharded(case_name, options, implementation), CASES[case_name], options)
 
 
 def train_sharded(model: Any, case: Case, options: Options, call: Callable[..., Any] | None = None) -> Run:
