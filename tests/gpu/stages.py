@@ -94,10 +94,10 @@ STAGES = {
         "two ranks over Gloo",
         180,
         [
-            tests("optim/test_clip_grad_norm.py", "", "two", 30, OVER_GLOO),
+            tests("optim/test_clip_grad_norm.py", "", "2-1.0-1-0.1", 30, OVER_GLOO),
             tests("fsdp2/test_parity_fsdp2.py", "equals", "equals and mlp-default", 60, OVER_GLOO),
             tests("megatron/test_megatron_strategies.py", "", "two_ranks", 60, OVER_GLOO),
-            tests("fsdp2/test_parity_fsdp2.py", "test_two_ranks", "test_two_ranks and mlp-default", 60, OVER_GLOO),
+            tests("fsdp2/test_parity_fsdp2.py", "libfsdp-2", "libfsdp-2-mlp-default", 60, OVER_GLOO),
         ],
     ),
     5: Stage(

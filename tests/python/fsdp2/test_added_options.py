@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support import device
 from support.collectives import all_gather
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +45,9 @@ def train(sharded: Any, steps: int = 3) -> list[torch.Tensor]:
     return losses + [full(p) for p in sharded.parameters()]
 
 
-def shard_twice(offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@on_ranks(4)
+def test_outer_ranks_cut_shards(offload: bool) -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
     options: dict[str, Any] = {"mesh": mesh}
     if offload:
@@ -67,12 +69,8 @@ def shard_twice(offload: bool) -> None:
     torch.testing.assert_close(full(norm), full(torch.nn.utils.clip_grad_norm_(replicated.parameters(), 1.0)))
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
-def test_outer_ranks_cut_shards(ranks: StartRanks, offload: bool) -> None:
-    ranks(4).run(shard_twice, offload)
-
-
-def shard_twice_beside_tensor_parallelism() -> None:
+@on_ranks(8)
+def test_outer_ranks_cut_shards_of_tensor_parallel_pieces() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 8)).to(device.TYPE)
@@ -98,11 +96,8 @@ def shard_twice_beside_tensor_parallelism() -> None:
             optimizer.step()
 
 
-def test_outer_ranks_cut_shards_of_tensor_parallel_pieces(ranks: StartRanks) -> None:
-    ranks(8).run(shard_twice_beside_tensor_parallelism)
-
-
-def refuse_outer() -> None:
+@on_ranks(4)
+def test_what_does_not_fit_is_refused() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
     for options, text in (
         ({"outer_placements": "optim"}, "two dimensions"),
@@ -117,11 +112,8 @@ def refuse_outer() -> None:
             model(**options)
 
 
-def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
-    ranks(4).run(refuse_outer)
-
-
-def travel_in_eight_bits() -> tuple[int, int]:
+@on_ranks(2)
+def test_parameters_travel_in_eight_bits() -> None:
     def matrices(parameter: nn.Parameter) -> Float8Blocks | None:
         return Float8Blocks(32) if parameter.ndim == 2 and parameter.size(1) == 32 else None
 
@@ -139,18 +131,13 @@ def travel_in_eight_bits() -> tuple[int, int]:
     torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
     # Shards are as they were.
     assert torch.equal(full(fresh[0].weight), full(reference[0].weight))
-    return sent[0], sent[1]
+    # The first matrix, gathered twice, and the last one (32 columns each) travel in 33 bytes instead of 128 for 32
+    # elements; a rank sends half of each.
+    assert sent[1] - sent[0] == (2 * 8 + 4) * 32 * 4 // 2 * (128 - 33) // 128
 
 
-def test_parameters_travel_in_eight_bits(ranks: StartRanks) -> None:
-    for eight, plain in ranks(2).run(travel_in_eight_bits):
-        # The first matrix, gathered twice, and the last one (32 columns each) travel in 33 bytes instead of 128 for 32
-        # elements; a rank sends half of each.
-        saved = (2 * 8 + 4) * 32 * 4 // 2 * (128 - 33) // 128
-        assert plain - eight == saved
-
-
-def keep_gathered() -> None:
+@on_ranks(2)
+def test_a_budget_keeps_parameters_for_backward() -> None:
     gathers = []
     for budget in (0, 1 << 20):
         sharded = model(keep_gathered_bytes=budget)
@@ -161,11 +148,8 @@ def keep_gathered() -> None:
     assert gathers == [4, 3]
 
 
-def test_a_budget_keeps_parameters_for_backward(ranks: StartRanks) -> None:
-    ranks(2).run(keep_gathered)
-
-
-def report_nan() -> None:
+@on_ranks(2)
+def test_nan_in_gradients_is_reported() -> None:
     sharded = model(report_nan_in_param_grad=True)
     train(sharded, 1)
     x = torch.ones(1, 32)
@@ -187,11 +171,8 @@ def report_nan() -> None:
     assert not full(sharded[0].weight).isnan().any()
 
 
-def test_nan_in_gradients_is_reported(ranks: StartRanks) -> None:
-    ranks(2).run(report_nan)
-
-
-def inform() -> None:
+@on_ranks(2)
+def test_unit_info() -> None:
     sharded = model(rows=6, reshard_after_forward=True)
     root, first, second = libfsdp.unit_info(sharded)
     assert [unit.name for unit in (root, first, second)] == ["(root)", "0", "2"]
@@ -218,11 +199,9 @@ def inform() -> None:
     assert units == list(units)
 
 
-def test_unit_info(ranks: StartRanks) -> None:
-    ranks(2).run(inform)
-
-
-def use_memory_of_group() -> None:
+@pytest.mark.skipif(device.TYPE != "cpu", reason="of Gloo on the CPU, which has no memory of its own")
+@on_ranks(2)
+def test_memory_of_process_groups() -> None:
     sharded = model()
     expected = train(model())
     sharded.set_allocate_memory_from_process_group_for_comm(True)  # Gloo has no memory of its own
@@ -246,8 +225,3 @@ def use_memory_of_group() -> None:
     ):
         with pytest.raises(AssertionError, match="when a collective is custom"):
             call()
-
-
-@pytest.mark.skipif(device.TYPE != "cpu", reason="of Gloo on the CPU, which has no memory of its own")
-def test_memory_of_process_groups(ranks: StartRanks) -> None:
-    ranks(2).run(use_memory_of_group)

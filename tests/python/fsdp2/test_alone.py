@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
@@ -21,8 +21,11 @@ def copies(recorded: torch.profiler.profile) -> int:
     return sum(event.count for event in recorded.key_averages() if event.key == "aten::copy_")
 
 
-def train(placements: str, cut: int) -> tuple[int, int]:
-    """Three steps beside the same model unsharded. Returns how many copies a step has made, and FSDP2's."""
+@pytest.mark.parametrize("placements", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize("cut", [0, 1])
+@on_ranks(1)
+def test_whole_parameters_are_the_shards(placements: str, cut: int) -> None:
+    """In the same memory; along whatever dimension they are cut. FSDP2 copies them into what it gathers, and gradients twice."""
     plain, model, peer = stack(), stack(), stack()
     for block in model:
         libfsdp.fully_shard(
@@ -60,12 +63,4 @@ def train(placements: str, cut: int) -> tuple[int, int]:
         assert torch.equal(a, b.full_tensor())
     stats = libfsdp.memory_stats(model)
     assert stats["gathered_parameters.peak"] == stats["unreduced_gradients.peak"] == stats["slots.peak"] == 0
-    return made[1], made[2]
-
-
-@pytest.mark.parametrize("placements", ["optim_grads_params", "optim"])
-@pytest.mark.parametrize("cut", [0, 1])
-def test_whole_parameters_are_the_shards(ranks: StartRanks, placements: str, cut: int) -> None:
-    """In the same memory; along whatever dimension they are cut. FSDP2 copies them into what it gathers, and gradients twice."""
-    (ours, theirs), *_ = ranks(1).run(train, placements, cut)
-    assert ours <= theirs / 2
+    assert made[1] <= made[2] / 2

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import on_ranks
+from support.ranks import ComparedRanks, run_both
+from support.states import assert_equal
 from support.training import installed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,7 +60,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_wrong_types_are_named() -> None:
     for options, error, text in WRONG:
         module = nn.Linear(4, 4)
         with pytest.raises(error, match=text):
@@ -67,10 +70,6 @@ def refuse() -> None:
     for value in ("model", None, [], [nn.Linear(2, 2), "head"], nn.Linear(2, 2).parameters()):
         with pytest.raises(TypeError, match=r"module is .*: give a module, or a list of modules"):
             fully_shard(value)
-
-
-def test_wrong_types_are_named(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
 
 
 class Policy:
@@ -109,9 +108,7 @@ def train_with_unusual_arguments(implementation: str) -> list[torch.Tensor]:
 
 def test_takes_what_fsdp2_takes(compared_ranks: ComparedRanks) -> None:
     """Whatever its annotations say."""
-    theirs, ours = (compared_ranks[name](2).run(train_with_unusual_arguments, name) for name in ("fsdp2", "libfsdp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert_equal(*run_both(compared_ranks, 2, train_with_unusual_arguments))
 
 
 def divide_by(factor: Any) -> list[torch.Tensor]:
@@ -122,11 +119,10 @@ def divide_by(factor: Any) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
-def test_divide_factors_of_other_libraries(ranks: StartRanks) -> None:
-    group = ranks(2)
+@on_ranks(2)
+def test_divide_factors_of_other_libraries() -> None:
     for factor, same in ((None, 2.0), (np.float32(4), 4.0), (torch.tensor(4), 4)):
-        for mine, other in zip(group.run(divide_by, factor), group.run(divide_by, same), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+        assert_equal(divide_by(factor), divide_by(same))
 
 
 WRONG_OF_METHODS: list[tuple[str, Any, str]] = [
@@ -144,7 +140,8 @@ WRONG_OF_METHODS: list[tuple[str, Any, str]] = [
 ]
 
 
-def refuse_in_methods() -> None:
+@on_ranks(2)
+def test_wrong_types_of_methods_are_named() -> None:
     model: Any = nn.Linear(4, 4)
     fully_shard(model)
     for method, value, text in WRONG_OF_METHODS:
@@ -153,10 +150,6 @@ def refuse_in_methods() -> None:
     for value, expected in ((0, False), (torch.ones(()) > 0, True)):  # What has a truth is one.
         model.set_requires_gradient_sync(value)
         assert model._get_fsdp_state().unit.requires_gradient_sync is expected
-
-
-def test_wrong_types_of_methods_are_named(ranks: StartRanks) -> None:
-    ranks(2).run(refuse_in_methods)
 
 
 NO_MODEL = "give the module that fully_shard was called on"
@@ -211,7 +204,9 @@ WRONG_OF_CHECKPOINTS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-def refuse_in_checkpoints(folder: Path) -> None:
+@on_ranks(2)
+def test_wrong_types_of_checkpoints_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     model = nn.Linear(4, 4)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -225,11 +220,9 @@ def refuse_in_checkpoints(folder: Path) -> None:
     assert (loaded.path, loaded.metric) == (path, 1)
 
 
-def test_wrong_types_of_checkpoints_are_named(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(refuse_in_checkpoints, tmp_path / "run")
-
-
-def shard_top_down(grouped: bool) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+@on_ranks(2)
+def test_outer_modules_come_last(grouped: bool) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     fully_shard(model)
     with pytest.raises(
@@ -238,11 +231,6 @@ def shard_top_down(grouped: bool) -> None:
         fully_shard([model[0], model[2]] if grouped else model[0])
     model(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_outer_modules_come_last(ranks: StartRanks, grouped: bool) -> None:
-    ranks(2).run(shard_top_down, grouped)
 
 
 def test_a_process_group_is_needed() -> None:
@@ -257,7 +245,8 @@ def test_a_process_group_is_needed() -> None:
     assert "torch.distributed.init_process_group()" in ended.stderr
 
 
-def clip() -> None:
+@on_ranks(2)
+def test_clipping_names_what_is_wrong() -> None:
     module: Any = fully_shard(nn.Linear(4, 4))
     module(torch.ones(2, 4)).sum().backward()
     before = module.weight.grad.full_tensor()
@@ -270,10 +259,6 @@ def clip() -> None:
         with pytest.raises(TypeError, match=text):
             libfsdp.clip_grad_norm_(*arguments)
     assert torch.equal(module.weight.grad.full_tensor(), before)
-
-
-def test_clipping_names_what_is_wrong(ranks: StartRanks) -> None:
-    ranks(2).run(clip)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 
 from libfsdp import fully_shard
@@ -29,7 +29,13 @@ def marks(seen: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in seen.items() if name in ("sequence_parallel", "_no_weight_decay", "late")}
 
 
-def carry(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"placements": "optim"}, {"placements": "no_shard"}, {"reshard_after_forward": False}],
+    ids=["default", "optim", "no_shard", "reshard_after_forward"],
+)
+@on_ranks(2)
+def test_attributes_are_carried(options: dict[str, Any]) -> None:
     model: Any = nn.Sequential(Marked(), nn.Linear(4, 2))
     weight = model[0].layer.weight
     weight.sequence_parallel = True
@@ -71,23 +77,11 @@ def carry(options: dict[str, Any]) -> None:
     run()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"placements": "optim"}, {"placements": "no_shard"}, {"reshard_after_forward": False}],
-    ids=["default", "optim", "no_shard", "reshard_after_forward"],
-)
-def test_attributes_are_carried(ranks: StartRanks, options: dict[str, Any]) -> None:
-    ranks(2).run(carry, options)
-
-
-def carry_to_neighbours() -> None:
+@on_ranks(4)
+def test_what_neighbours_keep_has_them() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight.mark = 1
     fully_shard(model[0], reshard_after_forward=2)
     fully_shard(model)
     model(torch.ones(2, 4))
     assert model[0].weight.mark == 1
-
-
-def test_what_neighbours_keep_has_them(ranks: StartRanks) -> None:
-    ranks(4).run(carry_to_neighbours)

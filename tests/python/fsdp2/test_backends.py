@@ -13,6 +13,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from support.collectives import all_gather, reduce_scatter
 from support.comparison import assert_follows_replica, assert_same_runs
 from support.hosts import can_pretend_hosts, pretended_host
+from support.marks import on_ranks
 from support.ranks import StartRanks
 from support.training import Options, Run, train
 from torch import nn
@@ -86,7 +87,9 @@ def step(sharded: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def use_both() -> None:
+@on_ranks(2)
+def test_backends_move_the_tensors() -> None:
+    """Not the engine's own connections, nor memory that ranks share; and who counts collectives sees them."""
     with pytest.MonkeyPatch.context() as patch:
         forget_meshes(patch)
         patch.delenv("FSDP_SHARED_MEMORY", raising=False)  # Which turns it off for all other tests.
@@ -109,11 +112,6 @@ def use_both() -> None:
         assert counted.get_total_counts() > 0
     for a, b in zip(own.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local())  # Of two steps each.
-
-
-def test_backends_move_the_tensors(ranks: StartRanks) -> None:
-    """Not the engine's own connections, nor memory that ranks share; and who counts collectives sees them."""
-    ranks(2).run(use_both)
 
 
 def step_of_a_rank_alone(calls_itself: str, dtype: torch.dtype | None) -> tuple[set[str], list[torch.Tensor]]:
@@ -140,7 +138,9 @@ def test_a_rank_alone_calls_its_backend_if_told_to(
     assert all(map(torch.equal, gradients, expected))
 
 
-def reduce_between_hosts() -> None:
+@pytest.mark.skipif(not can_pretend_hosts(), reason="this system refuses mount namespaces")
+@on_ranks(8)
+def test_backends_reduce_in_two_levels_between_hosts() -> None:
     """Gradients in bf16, on two hosts with four ranks each."""
     policy = libfsdp.MixedPrecisionPolicy(param_dtype=bf16)
     own = model(mp_policy=policy)
@@ -155,11 +155,6 @@ def reduce_between_hosts() -> None:
     # Of each of a shard's elements, seven bf16 values; or, in two levels, two such values to each neighbour and a sum in fp32.
     of_one_level = libfsdp.wire_stats(own)["reduce_scatter_bytes"] - before
     assert 2 * of_one_level * (3 * 4 + 4) == libfsdp.wire_stats(theirs)["reduce_scatter_bytes"] * 14
-
-
-@pytest.mark.skipif(not can_pretend_hosts(), reason="this system refuses mount namespaces")
-def test_backends_reduce_in_two_levels_between_hosts(ranks: StartRanks) -> None:
-    ranks(8).run(reduce_between_hosts)
 
 
 class WithMemory:
@@ -188,39 +183,9 @@ def gradients_of(sharded: Any) -> list[torch.Tensor]:
     return [p.grad.to_local().clone() for p in sharded.parameters()]
 
 
-def use_memory_of_group() -> None:
-    reference = model()
-    expected, gradients = step(reference), gradients_of(reference)
-    of_group = dist.ProcessGroup._get_backend
-    with pytest.MonkeyPatch.context() as patch:
-        forget_meshes(patch)
-        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: WithMemory(of_group(self, device)))
-        sharded = model()
-        losses = [step(sharded)]
-        assert WithMemory.calls == 0
-        pool = libfsdp.memory_stats(sharded)["slots.live"]
-        sharded.set_allocate_memory_from_process_group_for_comm(True)
-        assert libfsdp.memory_stats(sharded)["slots.live"] < pool  # What it had is given back.
-        losses.append(step(sharded))
-        assert all(map(torch.equal, gradients_of(sharded), gradients))
-        of_first = WithMemory.calls
-        assert of_first > 2
-        step(sharded)
-        assert WithMemory.calls - of_first < of_first  # Blocks are kept; only what collectives need themselves is not.
-        sharded.set_allocate_memory_from_process_group_for_comm(False)
-        calls = WithMemory.calls
-        losses.append(step(sharded))
-        assert WithMemory.calls == calls
-        early = model()
-        early.set_allocate_memory_from_process_group_for_comm(True)  # Before the engine is there.
-        with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
-            early.set_custom_all_gather(all_gather)
-        losses.append(step(early))
-        assert WithMemory.calls > calls
-    assert losses == [expected] * 4
-
-
-def count_new_groups(bound: bool) -> None:
+@pytest.mark.parametrize("bound", [False, True])
+@on_ranks(4)
+def test_units_and_models_share_groups(bound: bool) -> None:
     """A GPU's group takes seconds and hundreds of MB: the units and models of a mesh share one for each purpose."""
     made: list[int] = []
     new_group = dist.new_group
@@ -243,11 +208,6 @@ def count_new_groups(bound: bool) -> None:
         assert default.bound_device_id == (torch.device("cpu", 0) if bound else None)
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_units_and_models_share_groups(ranks: StartRanks, bound: bool) -> None:
-    ranks(4).run(count_new_groups, bound)
-
-
 def keywords_to(name: str, use: Any) -> dict[str, Any]:
     """What `use` gives to a function or class of C++ by keywords."""
     given: dict[str, Any] = {}
@@ -263,7 +223,10 @@ def keywords_to(name: str, use: Any) -> dict[str, Any]:
     return given
 
 
-def see_what_the_engine_is_given() -> None:
+@on_ranks(2)
+def test_time_outs_and_pinned_memory_reach_the_engine() -> None:
+    """Messages have less time than the watchdog of NCCL, which ends the process: so an error names the rank that is late. And what shows on
+    a CPU in no other way: whether memory of the host is to be pinned."""
     for make, seconds in ((mesh_module._over_store, 120), (mesh_module._over_backends, 108)):
         with meshes_made_by(make):
             assert keywords_to("make_mesh", model)["timeout"] == seconds
@@ -273,13 +236,8 @@ def see_what_the_engine_is_given() -> None:
         assert given["pin_memory"] == pinned
 
 
-def test_time_outs_and_pinned_memory_reach_the_engine(ranks: StartRanks) -> None:
-    """Messages have less time than the watchdog of NCCL, which ends the process: so an error names the rank that is late. And what shows on
-    a CPU in no other way: whether memory of the host is to be pinned."""
-    ranks(2).run(see_what_the_engine_is_given)
-
-
-def use_symmetric_memory() -> None:
+@on_ranks(2)
+def test_symmetric_memory_is_asked_for() -> None:
     """On a CPU torch has none, so that buffers stay where they are: what the engine and torch are told."""
     expected = gradients_of(model())
     told: list[Any] = []
@@ -312,9 +270,34 @@ def use_symmetric_memory() -> None:
         assert told[3:] == [symmetric]
 
 
-def test_symmetric_memory_is_asked_for(ranks: StartRanks) -> None:
-    ranks(2).run(use_symmetric_memory)
-
-
-def test_memory_of_a_backend(ranks: StartRanks) -> None:
-    ranks(2).run(use_memory_of_group)
+@on_ranks(2)
+def test_memory_of_a_backend() -> None:
+    reference = model()
+    expected, gradients = step(reference), gradients_of(reference)
+    of_group = dist.ProcessGroup._get_backend
+    with pytest.MonkeyPatch.context() as patch:
+        forget_meshes(patch)
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: WithMemory(of_group(self, device)))
+        sharded = model()
+        losses = [step(sharded)]
+        assert WithMemory.calls == 0
+        pool = libfsdp.memory_stats(sharded)["slots.live"]
+        sharded.set_allocate_memory_from_process_group_for_comm(True)
+        assert libfsdp.memory_stats(sharded)["slots.live"] < pool  # What it had is given back.
+        losses.append(step(sharded))
+        assert all(map(torch.equal, gradients_of(sharded), gradients))
+        of_first = WithMemory.calls
+        assert of_first > 2
+        step(sharded)
+        assert WithMemory.calls - of_first < of_first  # Blocks are kept; only what collectives need themselves is not.
+        sharded.set_allocate_memory_from_process_group_for_comm(False)
+        calls = WithMemory.calls
+        losses.append(step(sharded))
+        assert WithMemory.calls == calls
+        early = model()
+        early.set_allocate_memory_from_process_group_for_comm(True)  # Before the engine is there.
+        with pytest.raises(AssertionError, match=r"cannot call set_custom_all_gather\(\)"):
+            early.set_custom_all_gather(all_gather)
+        losses.append(step(early))
+        assert WithMemory.calls > calls
+    assert losses == [expected] * 4

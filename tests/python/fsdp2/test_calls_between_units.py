@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from support import device, hugging_face
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.models import VOCABULARY
-from support.ranks import PRELOADED, ComparedRanks, StartRanks
+from support.ranks import PRELOADED, ComparedRanks, run_both
+from support.states import assert_equal
 from support.training import api, full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -242,7 +243,7 @@ def sharded(name: str, implementation: str) -> tuple[nn.Module, Any]:
     return plain, fully_shard(model)
 
 
-def train(name: str, implementation: str) -> list[tuple[float, dict[str, Tensor]]]:
+def train(implementation: str, name: str) -> list[tuple[float, dict[str, Tensor]]]:
     """Three steps, with an evaluation in between: losses and gradients."""
     _, model = sharded(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,15 +266,12 @@ def train(name: str, implementation: str) -> list[tuple[float, dict[str, Tensor]
 def test_as_fsdp2(name: str, size: int, compared_ranks: ComparedRanks) -> None:
     if is_of_transformers(name) and not hugging_face.available():
         pytest.skip("not installed: transformers")
-    got, expected = (compared_ranks[peer](size).run(train, name, peer) for peer in ("libfsdp", "fsdp2"))
-    for mine, theirs in zip(got, expected, strict=True):
-        for (loss, gradients), (their_loss, their_gradients) in zip(mine, theirs, strict=True):
-            assert loss == their_loss
-            assert gradients.keys() == their_gradients.keys()
-            assert [key for key in gradients if not torch.equal(gradients[key], their_gradients[key])] == []
+    assert_equal(*run_both(compared_ranks, size, train, name))
 
 
-def compare_with_plain(name: str) -> list[str]:
+@pytest.mark.parametrize("name", (name for name in MODELS if not is_of_transformers(name)))
+@on_ranks(2)
+def test_as_the_plain_model(name: str) -> None:
     """Forwards in all grad modes, and the gradients of one backward after two forwards."""
     plain, model = sharded(name, "libfsdp")
     wrong = []
@@ -289,15 +287,11 @@ def compare_with_plain(name: str) -> list[str]:
             q.grad is not None and not torch.allclose(full(p.grad), q.grad, atol=1e-6)
         ):
             wrong.append(key)
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("name", (name for name in MODELS if not is_of_transformers(name)))
-def test_as_the_plain_model(name: str, ranks: StartRanks) -> None:
-    assert ranks(2).run(compare_with_plain, name) == [[], []]
-
-
-def train_recursive() -> list[float]:
+@on_ranks(2)
+def test_a_unit_that_calls_itself() -> None:
     """FSDP2 can't: the inner call's end takes the outer one's parameters away."""
     torch.manual_seed(0)
     plain = nn.Sequential(Recursive(), nn.Linear(WIDTH, 4))
@@ -307,14 +301,8 @@ def train_recursive() -> list[float]:
     x = torch.randn(3, WIDTH)
     for m in (model, plain):
         m(x).square().mean().backward()
-    return [
-        (full(p.grad) - q.grad).abs().max().item() for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-    ]
-
-
-def test_a_unit_that_calls_itself(ranks: StartRanks) -> None:
-    for differences_of_rank in ranks(2).run(train_recursive):
-        assert max(differences_of_rank) < 1e-6
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(p.grad), q.grad, rtol=0, atol=1e-6)
 
 
 class Generates(nn.Module):
@@ -333,7 +321,8 @@ class Generates(nn.Module):
         return x
 
 
-def generate() -> bool:
+@on_ranks(2)
+def test_a_method_that_calls_its_module() -> None:
     torch.manual_seed(0)
     plain = Generates().to(device.TYPE)
     model: Any = copy.deepcopy(plain)
@@ -342,9 +331,6 @@ def generate() -> bool:
     libfsdp.register_fsdp_forward_method(model, "generate")
     x = torch.ones(2, WIDTH, device=device.TYPE)
     with torch.no_grad():
-        right = [torch.equal(model.generate(x), plain.generate(x)), torch.equal(model(x), plain(x))]
-    return all(right) and isinstance(model.generate, types.MethodType)
-
-
-def test_a_method_that_calls_its_module(ranks: StartRanks) -> None:
-    assert ranks(2).run(generate) == [True, True]
+        assert torch.equal(model.generate(x), plain.generate(x))
+        assert torch.equal(model(x), plain(x))
+    assert isinstance(model.generate, types.MethodType)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import api, full, mesh_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -42,7 +42,22 @@ class Model(nn.Module):
         return x
 
 
-def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "implementation", "bias", "options"),
+    [
+        *(
+            (2, "libfsdp", torch.float32, options)
+            for options in ({}, {"sync": "each", "reshard": False}, {"cut": True}, {"reduce": torch.float32})
+        ),
+        (4, "libfsdp", torch.float32, {"replicas": 2}),
+        (4, "libfsdp", torch.float32, {"reshard": 2}),
+        # FSDP2 takes them in units of their own.
+        (2, "libfsdp", torch.complex64, {}),
+        (2, "fsdp2", torch.complex64, {}),
+    ],
+)
+@on_ranks("size")
+def test_complex_parameters_are_trained(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> None:
     """Each rank compares with all ranks' gradients, which it computes without sharding."""
     fsdp, world = api(implementation), dist.get_world_size()
     torch.manual_seed(0)
@@ -85,21 +100,3 @@ def train(implementation: str, bias: torch.dtype, options: dict[str, Any]) -> No
             optimizer.zero_grad()
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(full(ours), full(theirs)), name
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"sync": "each", "reshard": False}, {"cut": True}, {"reduce": torch.float32}], ids=str
-)
-def test_complex_parameters_are_trained(ranks: StartRanks, options: dict[str, Any]) -> None:
-    ranks(2).run(train, "libfsdp", torch.float32, options)
-
-
-def test_complex_parameters_are_trained_by_fsdp2(ranks: StartRanks) -> None:
-    """In units of their own."""
-    for implementation in ("fsdp2", "libfsdp"):
-        ranks(2).run(train, implementation, torch.complex64, {})
-
-
-@pytest.mark.parametrize("options", [{"replicas": 2}, {"reshard": 2}], ids=str)
-def test_complex_parameters_on_four_ranks(ranks: StartRanks, options: dict[str, Any]) -> None:
-    ranks(4).run(train, "libfsdp", torch.float32, options)

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives import all_gather
-from support.ranks import StartRanks
+from support.errors import raises
+from support.marks import on_ranks
+from support.training import three_units as model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,15 +24,6 @@ class ToDouble(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.double()
-
-
-def model(**options: Any) -> Any:
-    """Two units and a root."""
-    torch.manual_seed(0)
-    sharded = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
-    fully_shard(sharded[0], **options)
-    fully_shard(sharded[2], **options)
-    return fully_shard(sharded, **options)
 
 
 def step(sharded: Any, scale: float = 1.0) -> list[torch.Tensor]:
@@ -54,30 +47,29 @@ def train(placements: str) -> tuple[list[torch.Tensor], int]:
     return [p.full_tensor() for p in sharded.parameters()], gathers
 
 
-def test_placements_train_the_same_and_gather_less(ranks: StartRanks) -> None:
-    for of_rank in zip(*(ranks(2).run(train, p) for p in ("optim_grads_params", "optim_grads", "optim")), strict=True):
-        (expected, gathers), *others = of_rank
-        assert gathers == 4  # the root, two blocks, and the first of these again in backward
-        for parameters, fewer in others:
-            assert all(map(torch.equal, parameters, expected))
-            assert fewer < gathers or fewer == 3 + 3  # replicated gradients are gathered, too
+@on_ranks(2)
+def test_placements_train_the_same_and_gather_less() -> None:
+    (expected, gathers), *others = (train(placements) for placements in ("optim_grads_params", "optim_grads", "optim"))
+    assert gathers == 4  # the root, two blocks, and the first of these again in backward
+    for parameters, fewer in others:
+        assert all(map(torch.equal, parameters, expected))
+        assert fewer < gathers or fewer == 3 + 3  # replicated gradients are gathered, too
 
 
-def refuse_placements() -> str:
-    with pytest.raises(ValueError, match="grads_only") as raised:
+@on_ranks(2)
+def test_unknown_placements_are_refused() -> None:
+    with raises(ValueError, "grads_only", "optim_grads"):
         model(placements="grads_only")
-    return str(raised.value)
-
-
-def test_unknown_placements_are_refused(ranks: StartRanks) -> None:
-    assert all("optim_grads" in text for text in ranks(2).run(refuse_placements))
 
 
 def separate_reductions(module: nn.Module) -> set[bool]:
     return {state.unit.separate_reduce_group for _, state, _ in states_in(module) if state.unit is not None}
 
 
-def not_the_last(before_the_first_forward: bool, inner: bool) -> None:
+@pytest.mark.parametrize("before_the_first_forward", [True, False])
+@pytest.mark.parametrize("inner", [False, True])
+@on_ranks(2)
+def test_backwards_that_are_not_the_last_give_gradients(before_the_first_forward: bool, inner: bool) -> None:
     """Each backward gives gradients, whatever is said of it; those of the next one are added."""
     expected = step(model())
     sharded = model()
@@ -95,15 +87,8 @@ def not_the_last(before_the_first_forward: bool, inner: bool) -> None:
         torch.testing.assert_close(p.full_tensor(), value - 0.5 * 2 * gradient)
 
 
-@pytest.mark.parametrize("before_the_first_forward", [True, False])
-@pytest.mark.parametrize("inner", [False, True])
-def test_backwards_that_are_not_the_last_give_gradients(
-    ranks: StartRanks, before_the_first_forward: bool, inner: bool
-) -> None:
-    ranks(2).run(not_the_last, before_the_first_forward, inner)
-
-
-def control() -> None:
+@on_ranks(2)
+def test_controls() -> None:
     expected = step(model())
 
     factored = model()
@@ -171,11 +156,8 @@ def control() -> None:
     assert libfsdp.wire_stats(whole)["all_gathers"] - before == 3
 
 
-def test_controls(ranks: StartRanks) -> None:
-    ranks(2).run(control)
-
-
-def leave_on_meta() -> None:
+@on_ranks(2)
+def test_what_stays_on_meta_is_an_error_and_not_zero() -> None:
     with torch.device("meta"):
         sharded = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     fully_shard(sharded)
@@ -188,7 +170,3 @@ def leave_on_meta() -> None:
     value = DTensor.from_local(torch.ones(2, 4), first.device_mesh, first.placements)
     sharded.load_state_dict({"1.weight": value}, assign=True, strict=False)
     assert torch.equal(sharded(torch.ones(2, 4)), torch.full((2, 4), 16.0))
-
-
-def test_what_stays_on_meta_is_an_error_and_not_zero(ranks: StartRanks) -> None:
-    ranks(2).run(leave_on_meta)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.comparison import differences  # noqa: F401  # it makes MKL's products independent of addresses
 from support.marks import at_night
-from support.ranks import ComparedRanks, StartRanks
+from support.ranks import ComparedRanks, StartRanks, run_both
 from support.training import api, full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -317,9 +317,7 @@ def test_no_more_gathers_than_fsdp2(
     options: str, dims: tuple[int, ...], step: str, compared_ranks: ComparedRanks
 ) -> None:
     size = torch.Size(dims).numel()
-    mine, theirs = (
-        compared_ranks[peer](size).run(count_gathers, peer, LONG[options], dims, step) for peer in ("libfsdp", "fsdp2")
-    )
+    mine, theirs = run_both(compared_ranks, size, count_gathers, LONG[options], dims, step)
     assert max(mine) <= min(theirs), (mine, theirs)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks, StartRanks
+from support.errors import raises
+from support.marks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +69,11 @@ def through_hooks_of_python(loss: torch.Tensor, x: torch.Tensor) -> None:
 WAYS = {"backward": through_backward, "grad": through_grad, "nested": through_hooks_of_python}
 
 
-def gather_differently(way: str, reentrant: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("way", "reentrant"), [*((way, None) for way in WAYS), ("backward", True), ("backward", False)]
+)
+@on_ranks(2)
+def test_gathers_that_fail(way: str, reentrant: bool | None) -> None:
     """The ranks come to different units: an error in the hook of an output, before its unit's backward."""
     model = make(reshard_after_forward=True)
     model.reentrant = reentrant
@@ -81,45 +85,31 @@ def gather_differently(way: str, reentrant: bool | None) -> None:
     assert isinstance(raised.value, libfsdp.Error)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gathers_that_fail(ranks: StartRanks, way: str) -> None:
-    ranks(2).run(gather_differently, way, None)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gathers_of_repeated_forwards_that_fail(ranks: StartRanks, reentrant: bool) -> None:
-    ranks(2).run(gather_differently, "backward", reentrant)
-
-
-def reduce_differently() -> None:
+@on_ranks(2, fresh=True)
+def test_reductions_that_fail() -> None:
     """The same, where a gradient has come: each collective is compared before it starts."""
-    os.environ["FSDP_DEBUG"] = "1"
+    os.environ["FSDP_DEBUG"] = "1"  # It is read when connections are made.
     model = make(reshard_after_forward=False)
     for half in model.halves:
         half.unshard()
     model.order = [dist.get_rank(), 1 - dist.get_rank()]  # Backward comes to the last one first.
     outputs = model(batch())
-    with pytest.raises(libfsdp.CommError, match="different calls") as raised:
+    with raises(libfsdp.CommError, "different calls", "reduce"):
         torch.cat(outputs).sum().backward()
-    assert "reduce" in str(raised.value)
 
 
-def test_reductions_that_fail() -> None:
-    ranks = Ranks(2)  # The variable is read when connections are made.
-    try:
-        ranks.run(reduce_differently)
-    finally:
-        ranks.end()
-
-
-def report(backward: Callable[[torch.Tensor, torch.Tensor], None], reentrant: bool | None) -> None:
-    """At the end of a backward."""
+@pytest.mark.parametrize(
+    ("way", "reentrant"), [("backward", None), ("backward", True), ("backward", False), ("nested", None)]
+)
+@on_ranks(2)
+def test_reports_at_the_end(way: str, reentrant: bool | None) -> None:
+    """Of a backward, also of one within another."""
     model = make(report_nan_in_param_grad=True)
     model.reentrant = reentrant
     x = batch()
     loss = (torch.cat(model(x)) * float("nan")).sum()
     with pytest.raises(libfsdp.Error, match=r"parameter 'halves\.0\.weight' of unit") as raised:
-        backward(loss, x)
+        WAYS[way](loss, x)
     assert type(raised.value) is libfsdp.Error
     text = str(raised.value)
     model.zero_grad()
@@ -128,12 +118,3 @@ def report(backward: Callable[[torch.Tensor, torch.Tensor], None], reentrant: bo
     with pytest.raises(libfsdp.Error) as outside:
         model.finalize_backward()
     assert str(outside.value) == text
-
-
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_reports_at_the_end(ranks: StartRanks, reentrant: bool | None) -> None:
-    ranks(2).run(report, through_backward, reentrant)
-
-
-def test_reports_of_nested_backwards(ranks: StartRanks) -> None:
-    ranks(2).run(report, through_hooks_of_python, None)

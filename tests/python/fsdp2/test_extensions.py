@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.extended import EightBits, EightBitsOld, patch_as_half
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import on_ranks
+from support.ranks import ComparedRanks, run_both
+from support.states import assert_equal
+from support.training import api
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -30,7 +32,7 @@ def model(kind: type[EightBits], rows: int) -> nn.Sequential:
 
 def train(implementation: str, kind: type[EightBits], rows: int, options: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters and losses of three steps."""
-    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    shard = api(implementation).fully_shard
     trained = model(kind, rows)
     for layer in (trained[0], trained[2]):
         shard(layer, **options)
@@ -72,14 +74,11 @@ bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 def test_trains_as_fsdp2(
     compared_ranks: ComparedRanks, kind: type[EightBits], rows: int, options: dict[str, Any]
 ) -> None:
-    ours = compared_ranks["libfsdp"](2).run(train, "libfsdp", kind, rows, options)
-    theirs = compared_ranks["fsdp2"](2).run(train, "fsdp2", kind, rows, options)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, mine, other))
+    assert_equal(*run_both(compared_ranks, 2, train, kind, rows, options))
 
 
 def train_patched(implementation: str) -> list[torch.Tensor]:
-    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    shard = api(implementation).fully_shard
     with torch.device("meta"):
         trained = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2))
     shard(trained[0])
@@ -93,9 +92,7 @@ def train_patched(implementation: str) -> list[torch.Tensor]:
 
 
 def test_methods_of_a_plain_tensor_serve(compared_ranks: ComparedRanks) -> None:
-    ours, theirs = (compared_ranks[name](2).run(train_patched, name) for name in ("libfsdp", "fsdp2"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, mine, other))
+    assert_equal(*run_both(compared_ranks, 2, train_patched))
 
 
 def pair_before(self: TwoTensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -114,7 +111,7 @@ def pair_after(
 
 def train_pairs(implementation: str, reshard: bool) -> list[torch.Tensor]:
     """Whole parameters are of the class, too, which keeps its values in attributes, as the program keeps its marks."""
-    shard = libfsdp.fully_shard if implementation == "libfsdp" else fsdp2
+    shard = api(implementation).fully_shard
     torch.manual_seed(0)
     trained = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
     for layer in trained:
@@ -141,12 +138,11 @@ def train_pairs(implementation: str, reshard: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_classes_keep_their_values_in_attributes(compared_ranks: ComparedRanks, reshard: bool) -> None:
-    ours, theirs = (compared_ranks[name](2).run(train_pairs, name, reshard) for name in ("libfsdp", "fsdp2"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, mine, other))
+    assert_equal(*run_both(compared_ranks, 2, train_pairs, reshard))
 
 
-def observe() -> None:
+@on_ranks(4)
+def test_what_the_methods_are_told() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     trained = model(EightBits, 8)
     EightBits.seen.clear()
@@ -171,17 +167,14 @@ def observe() -> None:
     assert trained[0].weight.grad.full_tensor().shape == (8, 4)
 
 
-def test_what_the_methods_are_told(ranks: StartRanks) -> None:
-    ranks(4).run(observe)
-
-
 class OnlyBefore(EightBits):
     """Has one of the two methods."""
 
     fsdp_post_all_gather = property()
 
 
-def refuse() -> None:
+@on_ranks(4)
+def test_what_cannot_be_is_refused() -> None:
     for options, text in (
         ({"reshard_after_forward": 2}, "a number for reshard_after_forward"),
         ({"placements": "optim"}, "placements 'optim'"),
@@ -193,19 +186,9 @@ def refuse() -> None:
         libfsdp.fully_shard(model(OnlyBefore, 8))
 
 
-def test_what_cannot_be_is_refused(ranks: StartRanks) -> None:
-    ranks(4).run(refuse)
-
-
-def forget_padding() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+@on_ranks(2)
+def test_rows_that_an_extension_does_not_pad_are_padded() -> None:
     padded = train("libfsdp", EightBits, 7, {})
-    EightBits.pads = False
-    try:
-        return padded, train("libfsdp", EightBits, 7, {})
-    finally:
-        EightBits.pads = True
-
-
-def test_rows_that_an_extension_does_not_pad_are_padded(ranks: StartRanks) -> None:
-    for padded, unpadded in ranks(2).run(forget_padding):
-        assert all(map(torch.equal, padded, unpadded))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EightBits, "pads", False)
+        assert_equal(train("libfsdp", EightBits, 7, {}), padded)

@@ -5,6 +5,7 @@ Both run the same program, and must give the same losses, gradients and paramete
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import assert_same_runs, differences
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.models import Case, Transformer, next_token_loss, tokens
-from support.ranks import ComparedRanks, StartRanks
+from support.ranks import ComparedRanks, run_both
 from support.training import (
     Gradients,
     Options,
@@ -287,24 +288,13 @@ SAME_AS_PLAIN = [
 ONE_FORWARD = [name for name in SAME_AS_PLAIN if not name.endswith(("_between", "_before", "_region"))]
 
 
-class Runs:
-    """Training runs, each made once."""
-
-    def __init__(self, compared_ranks: ComparedRanks) -> None:
-        self.ranks = compared_ranks
-        self.made: dict[tuple[str, str], list[Run]] = {}
-
-    def get(self, feature: str, implementation: str) -> list[Run]:
-        """By rank."""
-        if (feature, implementation) not in self.made:
-            self.made[feature, implementation] = self.ranks[implementation](2).run(train_with, feature, implementation)
-        return self.made[feature, implementation]
+Runs = Callable[[str, str], list[Run]]
 
 
 @pytest.fixture(scope="module")
 def runs(compared_ranks: ComparedRanks) -> Runs:
-    """All runs of this module."""
-    return Runs(compared_ranks)
+    """Training runs by rank, each made once."""
+    return functools.cache(lambda feature, name: compared_ranks[name](2).run(train_with, feature, name))
 
 
 # Compiling takes longest. "compile_eager" and "compile_aot_eager" are what the others are variants of.
@@ -317,13 +307,12 @@ def each(names: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("feature", each(name for name in FEATURES if name not in FSDP2_FAILS))
 def test_equals_fsdp2(runs: Runs, feature: str) -> None:
-    assert_same_runs(runs.get(feature, "libfsdp"), runs.get(feature, "fsdp2"))
+    assert_same_runs(runs(feature, "libfsdp"), runs(feature, "fsdp2"))
 
 
 @pytest.mark.parametrize("feature", each(SAME_AS_PLAIN))
 def test_changes_nothing(runs: Runs, feature: str) -> None:
-    plain = runs.get("plain", "libfsdp")
-    for mine, other in zip(runs.get(feature, "libfsdp"), plain, strict=True):
+    for mine, other in zip(runs(feature, "libfsdp"), runs("plain", "libfsdp"), strict=True):
         for a, b in zip(mine.steps, other.steps, strict=True):
             assert a.losses == b.losses
             assert not (text := differences("gradient", without_wrappers(a.gradients), b.gradients, {})), text
@@ -338,29 +327,23 @@ def without_wrappers(named: Gradients) -> Gradients:
     }
 
 
-def gathers_of_a_step(feature_name: str) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of the third step."""
-    feature = FEATURES[feature_name]
+@pytest.mark.parametrize("name", each(ONE_FORWARD))
+@on_ranks(2)
+def test_gathers_each_unit_once_in_each_direction(name: str) -> None:
+    """Recomputation gathers nothing twice. The root stays, and the last block is there when backward begins."""
+    feature = FEATURES[name]
     with libfsdp.installed():
         model: Any = seeded(CASE)
         feature.prepare(model)
         shard_as_programs_do(model, feature.options)
         call = feature.finish(model)
-        counts = []
+        before: dict[str, int] = {}
         for number in range(3):
-            before = libfsdp.wire_stats(model) if number > 0 else {"all_gathers": 0, "reduce_scatters": 0}
+            before = libfsdp.wire_stats(model) if number > 0 else {}
             CASE.loss(call, batch_of(CASE, number, 0, dist.get_rank())).backward()
-            after = libfsdp.wire_stats(model)
-            counts.append(
-                (after["all_gathers"] - before["all_gathers"], after["reduce_scatters"] - before["reduce_scatters"])
-            )
-        return counts[-1]
-
-
-@pytest.mark.parametrize("feature", each(ONE_FORWARD))
-def test_gathers_each_unit_once_in_each_direction(ranks: StartRanks, feature: str) -> None:
-    """Recomputation gathers nothing twice. The root stays, and the last block is there when backward begins."""
-    assert ranks(2).run(gathers_of_a_step, feature) == [(2 * BLOCKS, BLOCKS + 1)] * 2
+        after = libfsdp.wire_stats(model)
+        counts = [after[key] - before[key] for key in ("all_gathers", "reduce_scatters")]
+    assert counts == [2 * BLOCKS, BLOCKS + 1]
 
 
 def graphs_of(implementation: str, whole: bool) -> list[int]:
@@ -384,7 +367,7 @@ def graphs_of(implementation: str, whole: bool) -> list[int]:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
 def test_hooks_stay_out_of_graphs(compared_ranks: ComparedRanks, whole: bool) -> None:
-    theirs, ours = (compared_ranks[name](2).run(graphs_of, name, whole) for name in ("fsdp2", "libfsdp"))
+    ours, theirs = run_both(compared_ranks, 2, graphs_of, whole)
     assert ours == theirs
     assert min(ours[0]) > 2
 
@@ -419,7 +402,7 @@ def seen_by_hooks(implementation: str) -> list[tuple[str, bool]]:
 
 
 def test_hooks_of_others_see_what_they_see_with_fsdp2(compared_ranks: ComparedRanks) -> None:
-    theirs, ours = (compared_ranks[name](2).run(seen_by_hooks, name) for name in ("fsdp2", "libfsdp"))
+    ours, theirs = run_both(compared_ranks, 2, seen_by_hooks)
     assert ours == theirs
     assert {shards for _, shards in ours[0]} == {False, True}
 
@@ -460,7 +443,7 @@ def unsharded_ahead(ahead: bool) -> list[tuple[int, list[float]]]:
     model = shard_as_programs_do_with("libfsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[tuple[int, list[float]]] = []
-    gathers = 0
+    gathers = libfsdp.wire_stats(model)["all_gathers"] if model._get_fsdp_state().model else 0
     for number in range(3):
         if ahead:
             model.unshard(async_op=True)
@@ -475,8 +458,9 @@ def unsharded_ahead(ahead: bool) -> list[tuple[int, list[float]]]:
     return seen
 
 
-def test_what_was_gathered_before_forward_is_not_gathered_again(ranks: StartRanks) -> None:
+@on_ranks(2)
+def test_what_was_gathered_before_forward_is_not_gathered_again() -> None:
     """The first step aside, in which only forward tells what the root is."""
-    plain, ahead = (ranks(2).run(unsharded_ahead, value)[0] for value in (False, True))
+    plain, ahead = unsharded_ahead(False), unsharded_ahead(True)
     assert ahead[1:] == plain[1:]
     assert ahead[0][1] == plain[0][1]

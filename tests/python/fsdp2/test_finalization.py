@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
-from torch import nn
+from support.marks import on_ranks
+from support.training import three_units as model
 
 import libfsdp
-from libfsdp import fully_shard
-
-
-def model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sharded = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
-    fully_shard(sharded[0], **options)
-    fully_shard(sharded[2], **options)
-    return fully_shard(sharded, **options)
 
 
 def backward(sharded: Any, number: int) -> None:
@@ -50,7 +41,8 @@ def reduced_last(sharded: Any) -> list[torch.Tensor]:
     return gradients(sharded)
 
 
-def finalize() -> None:
+@on_ranks(2)
+def test_finalize_backward() -> None:
     # Between backwards with synchronization, what departures have reduced stays as it is until the end.
     expected = reduced_each(model())
     manual = model()
@@ -107,11 +99,8 @@ def finalize() -> None:
     assert all(map(torch.equal, gradients(plain), expected))
 
 
-def test_finalize_backward(ranks: StartRanks) -> None:
-    ranks(2).run(finalize)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_what_finalize_backward_refuses() -> None:
     sharded = model()
     sharded.finalize_backward()  # nothing to do before the first forward
     sharded.finalize_backward(async_op=True).wait()
@@ -131,11 +120,8 @@ def refuse() -> None:
         sharded[0].finalize_backward()
 
 
-def test_what_finalize_backward_refuses(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
-
-
-def keep() -> None:
+@on_ranks(2)
+def test_unsharded_storage_is_kept() -> None:
     expected = reduced_each(model())
     kept = model()
     kept.set_keep_unsharded_storage(True)
@@ -159,11 +145,8 @@ def keep() -> None:
     assert libfsdp.memory_stats(kept)["gathered_parameters.live"] == 0
 
 
-def test_unsharded_storage_is_kept(ranks: StartRanks) -> None:
-    ranks(2).run(keep)
-
-
-def fail_to_finalize() -> None:
+@on_ranks(2)
+def test_a_finalization_that_fails_leaves_no_gradients() -> None:
     # Gradients that add up are converted when they are reduced, which takes memory.
     policy = libfsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     manual = model(mp_policy=policy)
@@ -194,7 +177,3 @@ def fail_to_finalize() -> None:
         backward(expected, number)
     for ours, value in zip(gradients(manual), gradients(expected), strict=True):
         torch.testing.assert_close(ours, value, rtol=0.02, atol=0.02)  # Sums are rounded to bf16, once or twice.
-
-
-def test_a_finalization_that_fails_leaves_no_gradients(ranks: StartRanks) -> None:
-    ranks(2).run(fail_to_finalize)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.errors import FailsInBackward
 from support.marks import at_night
 from support.ranks import forking_context
 from torch import nn
@@ -51,18 +52,6 @@ class MayFail(nn.Module):
         if self.fails:
             raise ValueError("told to fail")
         return torch.tanh(self.layer(x))
-
-
-class FailsInBackward(torch.autograd.Function):
-    """Passes its input on, and raises in backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("told to fail")
 
 
 def model(**options: Any) -> nn.Sequential:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +52,9 @@ def train(
     return seen + [full(p) for p in model.parameters()]
 
 
-def equal_a_replica(dims: tuple[int, ...], accumulate: int) -> None:
+@pytest.mark.parametrize(("size", "dims", "accumulate"), [(2, (2,), 1), (2, (2,), 3), (4, (4,), 2), (4, (2, 2), 2)])
+@on_ranks("size")
+def test_nothing_is_cut(dims: tuple[int, ...], accumulate: int) -> None:
     names = ("outer", "inner")[: len(dims)]
     mesh = init_device_mesh(device.TYPE, dims, mesh_dim_names=names)
     replica, model = plain_model().double(), shard(plain_model().double(), mesh=mesh, placements="no_shard")
@@ -86,15 +88,8 @@ def equal_a_replica(dims: tuple[int, ...], accumulate: int) -> None:
         assert libfsdp.wire_stats(model)["all_gathers"] == before["all_gathers"]
 
 
-@pytest.mark.parametrize(("dims", "accumulate"), [((2,), 1), ((2,), 3), ((4,), 2), ((2, 2), 2)])
-def test_nothing_is_cut(ranks: StartRanks, dims: tuple[int, ...], accumulate: int) -> None:
-    size = 1
-    for dim in dims:
-        size *= dim
-    ranks(size).run(equal_a_replica, dims, accumulate)
-
-
-def without_synchronization() -> tuple[int, int]:
+@on_ranks(2)
+def test_replicas_accumulate_without_synchronization() -> None:
     sent = []
     for sync in (True, False):
         model = shard(plain_model(), placements="no_shard")
@@ -105,14 +100,11 @@ def without_synchronization() -> tuple[int, int]:
         model.set_requires_gradient_sync(True)
         model(batch(0, 0)).sum().backward()
         sent.append(libfsdp.wire_stats(model)["reduce_scatters"] - before)
-    return sent[0], sent[1]
+    assert sent == [6, 3]
 
 
-def test_replicas_accumulate_without_synchronization(ranks: StartRanks) -> None:
-    assert ranks(2).run(without_synchronization) == [(6, 3), (6, 3)]
-
-
-def state_dicts_of_replicas() -> None:
+@on_ranks(2)
+def test_state_dicts_are_those_of_the_module() -> None:
     model, other = shard(plain_model(), placements="no_shard"), plain_model()
     train(model, lambda step: [batch(0, step)])
     saved = model.state_dict()
@@ -129,11 +121,8 @@ def state_dicts_of_replicas() -> None:
     train(model, lambda step: [batch(0, step)])
 
 
-def test_state_dicts_are_those_of_the_module(ranks: StartRanks) -> None:
-    ranks(2).run(state_dicts_of_replicas)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused() -> None:
     for options, text in (
         ({"placements": "no_shard", "gather_format": lambda p: None}, "gathers nothing"),
         ({"main_params_dtype": torch.int8}, "main_params_dtype is torch.int8"),
@@ -141,10 +130,6 @@ def refuse() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             shard(plain_model(), **options)
-
-
-def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
 
 
 def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None) -> int:
@@ -205,22 +190,18 @@ def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None
 
 
 @pytest.mark.parametrize("placements", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_shards_have_dtypes_of_their_own(ranks: StartRanks, placements: str) -> None:
-    two = ranks(2)
-    full = two.run(master_weights, placements, torch.float32, torch.float32)
-    short = two.run(master_weights, placements, torch.float32, torch.bfloat16)
-    low = two.run(master_weights, placements, torch.bfloat16, torch.bfloat16)
-    assert [2 * sent for sent in short] == full
-    assert short == low
+@on_ranks(2)
+def test_shards_have_dtypes_of_their_own(placements: str) -> None:
+    full = master_weights(placements, torch.float32, torch.float32)
+    short = master_weights(placements, torch.float32, torch.bfloat16)
+    assert 2 * short == full
+    assert master_weights(placements, torch.bfloat16, torch.bfloat16) == short
     # Without a reduce_dtype they travel as they are kept.
-    assert two.run(master_weights, placements, torch.float32, None) == full
-    assert two.run(master_weights, placements, torch.bfloat16, None) == low
+    assert master_weights(placements, torch.float32, None) == full
+    assert master_weights(placements, torch.bfloat16, None) == short
 
 
-def offload_without_sharding() -> None:
+@on_ranks(2)
+def test_replicas_may_be_offloaded() -> None:
     model = shard(plain_model(), placements="no_shard", offload_policy=CPUOffloadPolicy(pin_memory=False))
     train(model, lambda step: [batch(dist.get_rank(), step)])
-
-
-def test_replicas_may_be_offloaded(ranks: StartRanks) -> None:
-    ranks(2).run(offload_without_sharding)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support import device
 from support.collectives import reduce_scatter
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,7 +100,8 @@ def gathers_inside(model: Any) -> dict[str, int]:
     return {moment: count - before for moment, count in seen.items()}
 
 
-def prefetch_lists() -> None:
+@on_ranks(2)
+def test_prefetch_lists() -> None:
     listed = sharded_net()
     listed.blocks[0].set_modules_to_forward_prefetch([listed.blocks[1], listed.blocks[2]])
     listed.blocks[3].set_modules_to_backward_prefetch([listed.blocks[2], listed.blocks[1]])
@@ -115,7 +115,8 @@ def prefetch_lists() -> None:
         listed.blocks[0].set_modules_to_forward_prefetch([nn.Linear(2, 2)])
 
 
-def resharding() -> None:
+@on_ranks(2)
+def test_resharding() -> None:
     kept, freed = sharded_net(), sharded_net()
     kept.set_reshard_after_backward(False)
     for model, expected in ((kept, 0), (freed, UNITS)):
@@ -133,7 +134,8 @@ def resharding() -> None:
         model.set_reshard_after_forward(2)
 
 
-def what_modules_show() -> None:
+@on_ranks(2)
+def test_what_modules_show() -> None:
     for options in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
         model = sharded_net(**options)
         output = model(batch())
@@ -144,7 +146,8 @@ def what_modules_show() -> None:
         assert shows_shards(model)
 
 
-def unsharding() -> None:
+@on_ranks(2)
+def test_unsharding() -> None:
     model = sharded_net()
     expected = backward(model)
     model.zero_grad()
@@ -166,7 +169,8 @@ def unsharding() -> None:
     assert all(map(torch.equal, whole_gradients(model), expected))
 
 
-def without_values_in_backward() -> None:
+@on_ranks(2)
+def test_without_values_in_backward() -> None:
     model, as_usual = sharded_net(), sharded_net()
     model.blocks[0].set_unshard_in_backward(False)
     counts = []
@@ -180,7 +184,8 @@ def without_values_in_backward() -> None:
     assert all(map(torch.equal, whole_gradients(model), whole_gradients(as_usual)))
 
 
-def evaluation() -> None:
+@on_ranks(2)
+def test_evaluation() -> None:
     model = sharded_net()
     backward(model)
     with torch.no_grad():
@@ -190,7 +195,8 @@ def evaluation() -> None:
     assert libfsdp.memory_stats(model)["gathered_parameters.live"] == 0
 
 
-def custom_reductions() -> None:
+@on_ranks(2)
+def test_custom_reductions() -> None:
     expected = backward(sharded_net())
     model, calls = sharded_net(), []
 
@@ -208,7 +214,8 @@ def custom_reductions() -> None:
     assert calls == [dist.get_world_size()]
 
 
-def factors_and_buffers() -> None:
+@on_ranks(2)
+def test_factors_and_buffers() -> None:
     expected = backward(sharded_net())
     model = sharded_net()
     for module in (model, *model.blocks):
@@ -222,7 +229,8 @@ def factors_and_buffers() -> None:
     model.set_reduce_scatter_max_input_buffers(1)
 
 
-def resetting() -> None:
+@on_ranks(2)
+def test_resetting() -> None:
     model = sharded_net()
     expected = backward(model)
     model.zero_grad()
@@ -236,7 +244,8 @@ def resetting() -> None:
     assert all(map(torch.equal, backward(model), expected))
 
 
-def forward_methods() -> None:
+@on_ranks(2)
+def test_forward_methods() -> None:
     model = sharded_net()
     model(batch())
     x = batch()
@@ -249,14 +258,16 @@ def forward_methods() -> None:
         register_fsdp_forward_method(block, "decode")
 
 
-def contexts_of_communication() -> None:
+@on_ranks(2)
+def test_contexts_of_communication() -> None:
     model = sharded_net()
     share_comm_ctx([model, *model.blocks])
     with pytest.raises(ValueError, match="Linear"):
         share_comm_ctx([model, nn.Linear(2, 2)])
 
 
-def ignored_parameters() -> None:
+@on_ranks(2)
+def test_ignored_parameters() -> None:
     model: Any = plain_net()
     own = model.head.bias
     ignored = {own, model.blocks[0].layer.bias}
@@ -273,7 +284,8 @@ def ignored_parameters() -> None:
     assert isinstance(model.head.weight, DTensor)
 
 
-def dtypes() -> None:
+@on_ranks(2)
+def test_dtypes() -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     cast = sharded_net(mp_policy=MixedPrecisionPolicy(param_dtype=bf16))
     assert cast(batch()).dtype == bf16
@@ -289,7 +301,8 @@ def dtypes() -> None:
     assert [block.seen for block in given_back.blocks] == [[bf16]] * BLOCKS
 
 
-def copies_and_slices() -> None:
+@on_ranks(2)
+def test_copies_and_slices() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model)
     assert type(model).__mro__[1:3] == (libfsdp.FSDPModule, nn.Sequential)
@@ -299,7 +312,8 @@ def copies_and_slices() -> None:
         copy.deepcopy(model)
 
 
-def optimizer_events() -> None:
+@on_ranks(2)
+def test_optimizer_events() -> None:
     waited: list[Any] = []
 
     class Stream:
@@ -321,31 +335,8 @@ def optimizer_events() -> None:
     assert waited == [event]
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        prefetch_lists,
-        resharding,
-        what_modules_show,
-        unsharding,
-        without_values_in_backward,
-        evaluation,
-        custom_reductions,
-        factors_and_buffers,
-        resetting,
-        forward_methods,
-        contexts_of_communication,
-        ignored_parameters,
-        dtypes,
-        copies_and_slices,
-        optimizer_events,
-    ],
-)
-def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
-    ranks(2).run(check)
-
-
-def replicas() -> None:
+@on_ranks(4)
+def test_replicas_are_added_up_once() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def accumulate(*, always: bool) -> tuple[list[Tensor], list[int]]:
@@ -365,7 +356,3 @@ def replicas() -> None:
         torch.testing.assert_close(ours, theirs)
     assert sent[0] < sent_always[0]
     assert sent[1] == sent_always[1]
-
-
-def test_replicas_are_added_up_once(ranks: StartRanks) -> None:
-    ranks(4).run(replicas)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +74,8 @@ def compare(plain: nn.Module, sharded: nn.Module, times: int) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad / 2)
 
 
-def reduce_once() -> None:
+@on_ranks(2)
+def test_gradients_are_reduced_once_with_one_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain, sharded = make(mark=False)
@@ -89,11 +90,8 @@ def reduce_once() -> None:
     assert "['hides']" in texts[0]
 
 
-def test_gradients_are_reduced_once_with_one_warning(ranks: StartRanks) -> None:
-    ranks(2).run(reduce_once)
-
-
-def mark_it() -> None:
+@on_ranks(2)
+def test_a_mark_exempts_a_module() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain, sharded = make(mark=True)
@@ -101,10 +99,6 @@ def mark_it() -> None:
         _, outer = make(mark=False)
         libfsdp.may_miss_backward_hooks(outer)  # for all below, and at any time
         compare(plain, outer, 1)
-
-
-def test_a_mark_exempts_a_module(ranks: StartRanks) -> None:
-    ranks(2).run(mark_it)
 
 
 class Tail(nn.Module):
@@ -119,7 +113,12 @@ class Tail(nn.Module):
         return self.last(x @ self.head.weight.T) if inside else x
 
 
-def use_a_weight_of_a_group(keep: bool, inside: bool, frozen: bool) -> None:
+@pytest.mark.parametrize(
+    ("keep", "inside", "frozen"), [(True, True, False), (False, True, False), (True, False, False), (True, True, True)]
+)
+@on_ranks(2)
+def test_a_weight_of_a_group_is_used_without_its_forward(keep: bool, inside: bool, frozen: bool) -> None:
+    """Losses in chunks do this. The gradient comes before backward reaches the outputs of the group's other module."""
     torch.manual_seed(0)
     plain, sharded = Tail(), Tail()
     sharded.load_state_dict(plain.state_dict())
@@ -144,14 +143,6 @@ def use_a_weight_of_a_group(keep: bool, inside: bool, frozen: bool) -> None:
                     assert torch.equal(ours.grad.full_tensor(), theirs.grad / 2)
 
 
-@pytest.mark.parametrize(
-    ("keep", "inside", "frozen"), [(True, True, False), (False, True, False), (True, False, False), (True, True, True)]
-)
-def test_a_weight_of_a_group_is_used_without_its_forward(ranks: StartRanks, keep: bool, inside: bool, frozen: bool) -> None:
-    """Losses in chunks do this. The gradient comes before backward reaches the outputs of the group's other module."""
-    ranks(2).run(use_a_weight_of_a_group, keep, inside, frozen)
-
-
 class Ordinary(nn.Module):
     """Everything that comes by outputs: nested ones, recomputation, several forwards before one backward."""
 
@@ -165,7 +156,8 @@ class Ordinary(nn.Module):
         return {"out": [self.c(x)], "detached": x.detach()}
 
 
-def stay_silent() -> None:
+@on_ranks(2)
+def test_what_comes_by_outputs_is_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = Ordinary()
@@ -177,7 +169,3 @@ def stay_silent() -> None:
             sum(outputs).sum().backward()
         model.c.set_unshard_in_backward(False)
         model(torch.randn(2, 4))["out"][0].sum().backward()
-
-
-def test_what_comes_by_outputs_is_silent(ranks: StartRanks) -> None:
-    ranks(2).run(stay_silent)

@@ -10,25 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.errors import FailsInBackward
+from support.marks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 from libfsdp import fully_shard
-
-
-class Fails(torch.autograd.Function):
-    """Passes its input on, and raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("told to fail")
 
 
 def model(*, frozen: bool = False, **options: Any) -> Any:
@@ -47,7 +36,15 @@ def gradients(sharded: Any) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in sharded.parameters() if p.grad is not None]
 
 
-def accumulate_and_convert() -> None:
+def assert_trains_as_new(sharded: Any) -> None:
+    expected = model()
+    for one in (sharded, expected):
+        one(batch(1)).sum().backward()
+    torch.testing.assert_close(gradients(sharded), gradients(expected))
+
+
+@on_ranks(2)
+def test_gradients_that_add_up_are_not_dropped() -> None:
     expected = model()
     for number in (0, 1):
         expected.set_requires_gradient_sync(number == 1)
@@ -76,30 +73,20 @@ def accumulate_and_convert() -> None:
         assert libfsdp.memory_stats(sharded)["main_gradients.live"] >= 0
 
 
-def test_gradients_that_add_up_are_not_dropped(ranks: StartRanks) -> None:
-    ranks(2).run(accumulate_and_convert)
-
-
-def convert_after_a_failure() -> None:
+@on_ranks(2)
+def test_a_model_may_be_converted_after_a_backward_that_failed() -> None:
     """What a backward that failed has left is nobody's."""
     sharded = model()
     for _ in range(2):
         output = sharded(batch(0))
         with pytest.raises(RuntimeError, match="told to"):
-            (output.sum() + Fails.apply(sharded[0](batch(0))).sum()).backward()
+            (output.sum() + FailsInBackward.apply(sharded[0](batch(0))).sum()).backward()
         sharded.double().float()
-    sharded(batch(1)).sum().backward()
-    expected = model()
-    expected(batch(1)).sum().backward()
-    for found, value in zip(gradients(sharded), gradients(expected), strict=True):
-        torch.testing.assert_close(found, value)
+    assert_trains_as_new(sharded)
 
 
-def test_a_model_may_be_converted_after_a_backward_that_failed(ranks: StartRanks) -> None:
-    ranks(2).run(convert_after_a_failure)
-
-
-def accumulate_on_the_host() -> None:
+@on_ranks(2)
+def test_gradients_that_add_up_on_the_host_are_not_dropped() -> None:
     sharded = model(placements="no_shard", offload_policy=CPUOffloadPolicy())
     sharded.set_requires_gradient_sync(False)
     sharded(batch(0)).sum().backward()
@@ -109,11 +96,9 @@ def accumulate_on_the_host() -> None:
     sharded.double()
 
 
-def test_gradients_that_add_up_on_the_host_are_not_dropped(ranks: StartRanks) -> None:
-    ranks(2).run(accumulate_on_the_host)
-
-
-def outlive(steps: int) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+@on_ranks(2)
+def test_a_graph_that_outlives_its_model_is_an_error(steps: int) -> None:
     sharded = model()
     for step in range(steps):
         sharded(batch(step)).sum().backward()
@@ -123,19 +108,11 @@ def outlive(steps: int) -> None:
     with pytest.raises(libfsdp.Error, match=r"converted.*run forward again before backward"):
         loss.backward()
     sharded.float()
-    sharded(batch(1)).sum().backward()
-    expected = model()
-    expected(batch(1)).sum().backward()
-    for found, value in zip(gradients(sharded), gradients(expected), strict=True):
-        torch.testing.assert_close(found, value)
+    assert_trains_as_new(sharded)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_graph_that_outlives_its_model_is_an_error(ranks: StartRanks, steps: int) -> None:
-    ranks(2).run(outlive, steps)
-
-
-def list_another_root() -> None:
+@on_ranks(2)
+def test_units_of_another_root_are_not_gathered_ahead() -> None:
     torch.manual_seed(1)
     text, vision = nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     plain = [p.detach().clone() for p in text.parameters()]
@@ -154,11 +131,8 @@ def list_another_root() -> None:
             vision(batch(0)).sum().backward()
 
 
-def test_units_of_another_root_are_not_gathered_ahead(ranks: StartRanks) -> None:
-    ranks(2).run(list_another_root)
-
-
-def shard_partly_on_meta() -> None:
+@on_ranks(2)
+def test_a_unit_may_be_partly_on_meta() -> None:
     torch.manual_seed(2)
     base, adapter = nn.Linear(8, 8, bias=False, device="meta"), nn.Linear(8, 8, bias=False)
     value = adapter.weight.detach().clone()
@@ -175,10 +149,6 @@ def shard_partly_on_meta() -> None:
     assert all(p.grad is not None for p in sharded.parameters())
 
 
-def test_a_unit_may_be_partly_on_meta(ranks: StartRanks) -> None:
-    ranks(2).run(shard_partly_on_meta)
-
-
 class ReturnsLeaves(nn.Module):
     """Returns a parameter of its own, and its input."""
 
@@ -191,7 +161,8 @@ class ReturnsLeaves(nn.Module):
         return self.layer(x), self.temperature, x
 
 
-def return_leaves() -> None:
+@on_ranks(2)
+def test_leaves_that_are_returned_keep_nothing_alive() -> None:
     torch.manual_seed(3)
     plain = ReturnsLeaves()
     sharded: Any = ReturnsLeaves()
@@ -213,7 +184,3 @@ def return_leaves() -> None:
     del one, sharded, optimizers, optimizer, output, temperature, passed
     gc.collect()
     assert unit() is None
-
-
-def test_leaves_that_are_returned_keep_nothing_alive(ranks: StartRanks) -> None:
-    ranks(2).run(return_leaves)

@@ -6,6 +6,7 @@ backward, as FSDP2's do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import on_ranks
 from support.models import Case, Transformer, next_token_loss, tokens
-from support.ranks import ComparedRanks, StartRanks
+from support.ranks import ComparedRanks, StartRanks, run_both
 from support.training import Options, batch_of, make_optimizer, mesh_of, seeded, shard
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -90,18 +92,13 @@ def watch(options: Options, number: int) -> Watched:
     return seen
 
 
+Steps = Callable[..., list[Watched]]
+
+
 @pytest.fixture(scope="module")
-def watched(ranks: StartRanks) -> Callable[..., list[Watched]]:
+def watched(ranks: StartRanks) -> Steps:
     """Watched steps by rank, each made once."""
-    made: dict[tuple[Options, int, int], list[Watched]] = {}
-
-    def get(options: Options, number: int = 2, world: int = 2) -> list[Watched]:
-        key = (options, number, world)
-        if key not in made:
-            made[key] = ranks(world).run(watch, options, number)
-        return made[key]
-
-    return get
+    return functools.cache(lambda options, number=2, world=2: ranks(world).run(watch, options, number))
 
 
 RESHARD = Options(reshard=None)
@@ -110,21 +107,21 @@ FORWARD = [f"forward {i}" for i in range(BLOCKS)]
 BACKWARD = [f"backward {i}" for i in reversed(range(BLOCKS))]
 
 
-def test_forward_gathers_one_block_ahead(watched: Callable[..., list[Watched]]) -> None:
+def test_forward_gathers_one_block_ahead(watched: Steps) -> None:
     """In block i: the root, the blocks up to i, and the next one, which travels while i computes."""
     for seen in watched(RESHARD):
         assert seen.at(FORWARD, "all_gathers") == [3, 4, 5, 5]
         assert seen.at(FORWARD, "reduce_scatters") == [0, 0, 0, 0]
 
 
-def test_the_first_forward_knows_no_order_and_gathers_what_it_enters(watched: Callable[..., list[Watched]]) -> None:
+def test_the_first_forward_knows_no_order_and_gathers_what_it_enters(watched: Steps) -> None:
     """Counts go on from model to model on the same mesh; before its first forward, a model has none of its own."""
     for seen in watched(RESHARD, number=0):
         first = seen.moments["forward 0"]["all_gathers"]
         assert [count - first for count in seen.at(FORWARD, "all_gathers")] == [0, 1, 2, 3]
 
 
-def test_backward_gathers_ahead_and_reduces_behind(watched: Callable[..., list[Watched]]) -> None:
+def test_backward_gathers_ahead_and_reduces_behind(watched: Steps) -> None:
     """The last block is still whole. A block is reduced when backward has left it, beside the computation of the next."""
     for seen in watched(RESHARD):
         assert seen.at(BACKWARD, "all_gathers") == [6, 7, 8, 8]
@@ -132,7 +129,7 @@ def test_backward_gathers_ahead_and_reduces_behind(watched: Callable[..., list[W
         assert seen.step["reduce_scatters"] == UNITS
 
 
-def test_without_resharding_each_unit_travels_once(watched: Callable[..., list[Watched]]) -> None:
+def test_without_resharding_each_unit_travels_once(watched: Steps) -> None:
     for seen in watched(KEEP):
         assert seen.at(BACKWARD, "all_gathers") == [5, 5, 5, 5]
         assert (seen.step["all_gathers"], seen.step["reduce_scatters"]) == (UNITS, UNITS)
@@ -144,7 +141,7 @@ def test_without_resharding_each_unit_travels_once(watched: Callable[..., list[W
     ids=["reshard", "keep", "bf16", "all_bf16", "bf16_wire"],
 )
 @pytest.mark.parametrize("world", [2, 4])
-def test_bytes_of_a_step(watched: Callable[..., list[Watched]], options: Options, world: int) -> None:
+def test_bytes_of_a_step(watched: Steps, options: Options, world: int) -> None:
     """Each gather sends this rank's rows to the others, each reduction the others' rows to them; the last block stays."""
     for seen in watched(options, world=world):
         again = 0 if options.reshard is False else BLOCKS - 1
@@ -154,7 +151,7 @@ def test_bytes_of_a_step(watched: Callable[..., list[Watched]], options: Options
         assert seen.step["reduce_scatter_bytes"] == whole * (world - 1) // world
 
 
-def test_two_blocks_and_the_root_are_whole_at_most(watched: Callable[..., list[Watched]]) -> None:
+def test_two_blocks_and_the_root_are_whole_at_most(watched: Steps) -> None:
     for seen in watched(RESHARD):
         root, block = seen.root_bytes, seen.block_bytes
         ahead = root + 2 * block
@@ -164,7 +161,7 @@ def test_two_blocks_and_the_root_are_whole_at_most(watched: Callable[..., list[W
         assert seen.after["unreduced_gradients.peak"] <= ahead
 
 
-def test_without_resharding_all_is_whole_until_backward_has_left_it(watched: Callable[..., list[Watched]]) -> None:
+def test_without_resharding_all_is_whole_until_backward_has_left_it(watched: Steps) -> None:
     for seen in watched(KEEP):
         whole = seen.root_bytes + BLOCKS * seen.block_bytes
         left = [whole - i * seen.block_bytes for i in range(BLOCKS)]
@@ -172,7 +169,7 @@ def test_without_resharding_all_is_whole_until_backward_has_left_it(watched: Cal
         assert seen.after["gathered_parameters.peak"] == whole
 
 
-def test_bf16_halves_what_is_gathered(watched: Callable[..., list[Watched]]) -> None:
+def test_bf16_halves_what_is_gathered(watched: Steps) -> None:
     """But for what is left free, so that each rank's rows of a parameter begin at a multiple of 64 bytes."""
     rows = 2 * len(list(seeded(CASE).parameters()))
     for wide, narrow in zip(watched(RESHARD), watched(Options(compute=bf16, reduce=fp32)), strict=True):
@@ -181,7 +178,7 @@ def test_bf16_halves_what_is_gathered(watched: Callable[..., list[Watched]]) -> 
 
 
 @pytest.mark.parametrize("options", [RESHARD, KEEP], ids=["reshard", "keep"])
-def test_between_steps_there_are_shards_alone(watched: Callable[..., list[Watched]], options: Options) -> None:
+def test_between_steps_there_are_shards_alone(watched: Steps, options: Options) -> None:
     """Each parameter's rows begin at a multiple of 64 bytes, and all ranks have memory for as many rows."""
     parameters = len(list(seeded(CASE).parameters()))
     for seen in watched(options):
@@ -192,27 +189,27 @@ def test_between_steps_there_are_shards_alone(watched: Callable[..., list[Watche
         assert seen.after["total.live"] == seen.after["main_parameters.live"]
 
 
-def test_steady_steps_allocate_no_buffers(watched: Callable[..., list[Watched]]) -> None:
+def test_steady_steps_allocate_no_buffers(watched: Steps) -> None:
     """On a GPU, buffers lie in torch's caching allocator between steps."""
     for seen in watched(RESHARD):
         assert (seen.step["slot_allocations"] == 0) == (device.TYPE == "cpu")
 
 
-def test_gradients_of_an_accumulation_travel_once(watched: Callable[..., list[Watched]]) -> None:
+def test_gradients_of_an_accumulation_travel_once(watched: Steps) -> None:
     """Backwards without synchronization send nothing."""
     for seen in watched(Options(microbatches=3, sync="last")):
         reduced = [seen.moments[f"microbatch {i}"]["reduce_scatters"] for i in range(3)]
         assert reduced == [0, 0, UNITS]
 
 
-def test_offloaded_shards_are_not_on_the_device(watched: Callable[..., list[Watched]]) -> None:
+def test_offloaded_shards_are_not_on_the_device(watched: Steps) -> None:
     for seen in watched(Options(offload=True)):
         assert seen.after["total.live"] == 0
         assert seen.after["host.live"] >= seen.shard_bytes
 
 
 def test_hsdp_gathers_and_reduces_within_a_row_and_adds_up_over_the_other_dimension(
-    watched: Callable[..., list[Watched]],
+    watched: Steps,
 ) -> None:
     """On 2 x 2 ranks, each sends half a unit within the row, and half of a shard's sums to its replica, twice."""
     for seen in watched(Options(replicas=2), world=4):
@@ -224,7 +221,7 @@ def test_hsdp_gathers_and_reduces_within_a_row_and_adds_up_over_the_other_dimens
 
 
 @pytest.mark.parametrize("replicas", [3, 4])
-def test_replicas_send_what_an_all_reduce_sends(watched: Callable[..., list[Watched]], replicas: int) -> None:
+def test_replicas_send_what_an_all_reduce_sends(watched: Steps, replicas: int) -> None:
     """However many they are: each element goes to who adds it up, and its sum to all others."""
     for seen in watched(Options(replicas=replicas), world=replicas):
         whole = seen.root_bytes + BLOCKS * seen.block_bytes
@@ -248,7 +245,7 @@ def count_collectives(implementation: str, options: Options) -> dict[str, int]:
 def test_comm_debug_mode_counts_as_many_collectives_as_with_fsdp2(
     compared_ranks: ComparedRanks, options: Options
 ) -> None:
-    ours, theirs = (compared_ranks[name](2).run(count_collectives, name, options) for name in ("libfsdp", "fsdp2"))
+    ours, theirs = run_both(compared_ranks, 2, count_collectives, options)
     assert ours == theirs
     assert sum(ours[0].values()) == (3 * BLOCKS + 2 if options.reshard is None else 2 * UNITS)
 
@@ -295,17 +292,17 @@ def repeat_regions(in_region: int) -> tuple[list[int], int, list[torch.Tensor]]:
     return reductions, max(lives), [p.grad.full_tensor() for p in model.parameters()]
 
 
-def test_gradients_of_checkpointed_regions_are_reduced_on_departure(ranks: StartRanks) -> None:
-    for (reductions, peak, values), (_, alone, expected) in zip(
-        ranks(2).run(repeat_regions, 2), ranks(2).run(repeat_regions, 1), strict=True
-    ):
-        assert reductions[2:] == [6, 6]
-        assert peak <= alone
-        assert all(map(torch.equal, values, expected))
+@on_ranks(2)
+def test_gradients_of_checkpointed_regions_are_reduced_on_departure() -> None:
+    (reductions, peak, values), (_, alone, expected) = repeat_regions(2), repeat_regions(1)
+    assert reductions[2:] == [6, 6]
+    assert peak <= alone
+    assert all(map(torch.equal, values, expected))
 
 
-def gathers_of_hfsdp() -> int:
-    """All-gathers of a step of three units, on two times two ranks."""
+@on_ranks(4)
+def test_hfsdp_gathers_over_the_outer_ranks_once() -> None:
+    """Each unit once over the outer ranks; over the inner ones each unit, and the first of two blocks again in backward."""
     mesh = mesh_of(2)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     options: dict[str, Any] = {"mesh": mesh, "outer_placements": "optim"}
@@ -319,9 +316,4 @@ def gathers_of_hfsdp() -> int:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return libfsdp.wire_stats(model)["all_gathers"] - before
-
-
-def test_hfsdp_gathers_over_the_outer_ranks_once(ranks: StartRanks) -> None:
-    """Each unit once over the outer ranks; over the inner ones each unit, and the first of two blocks again in backward."""
-    assert ranks(4).run(gathers_of_hfsdp) == [3 + 4] * 4
+    assert libfsdp.wire_stats(model)["all_gathers"] - before == 3 + 4

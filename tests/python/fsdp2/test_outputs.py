@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import full
 from torch import Tensor, nn
 
@@ -101,11 +101,8 @@ def train_returning(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_finds_tensors_in_outputs(ranks: StartRanks, kind: str) -> None:
-    ranks(2).run(without_warnings, kind)
-
-
-def without_warnings(kind: str) -> None:
+@on_ranks(2)
+def test_backward_finds_tensors_in_outputs(kind: str) -> None:
     """Backward comes by the outputs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="backward reached")
@@ -136,7 +133,10 @@ class Embeds(nn.Module):
         return x + positions
 
 
-def return_a_view(clones: bool, keeps: bool) -> None:
+@pytest.mark.parametrize(("clones", "keeps"), [(False, False), (True, False), (False, True)])
+@on_ranks(2)
+def test_a_view_of_a_weight_is_returned(clones: bool, keeps: bool) -> None:
+    """The error names both ways out, which work."""
     torch.manual_seed(0)
     plain = Embeds(clones)
     sharded = copy.deepcopy(plain)
@@ -155,9 +155,3 @@ def return_a_view(clones: bool, keeps: bool) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(full(ours.grad), theirs.grad)
-
-
-@pytest.mark.parametrize(("clones", "keeps"), [(False, False), (True, False), (False, True)])
-def test_a_view_of_a_weight_is_returned(ranks: StartRanks, clones: bool, keeps: bool) -> None:
-    """The error names both ways out, which work."""
-    ranks(2).run(return_a_view, clones, keeps)

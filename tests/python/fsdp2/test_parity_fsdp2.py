@@ -5,15 +5,17 @@ The same runs with FSDP2 as the implementation check the harness itself.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support.comparison import assert_follows_replica, assert_same_runs, one_order
 from support.marks import needs_transformers
 from support.models import CASES as OWN_MODELS
-from support.ranks import PRELOADED, ComparedRanks
+from support.ranks import PRELOADED, ComparedRanks, run_both
 from support.training import CASES, REDUCES_IN_OWN_DTYPE, Options, Run, api, mesh_of, train
 
 # What is common to its models takes most of their imports.
@@ -107,62 +109,45 @@ def as_parameter(case: str, options: str) -> object:
     return pytest.param(case, options, id=f"{case}-{options}", marks=() if case in OWN_MODELS else needs_transformers)
 
 
-class Runs:
-    """Training runs, each made once."""
-
-    def __init__(self, compared_ranks: ComparedRanks) -> None:
-        self.ranks = compared_ranks
-        self.made: dict[tuple[str, str, Options, int], list[Run]] = {}
-
-    def get(self, case: str, implementation: str, options: Options, world: int) -> list[Run]:
-        """By rank."""
-        key = (case, implementation, options, world)
-        if key not in self.made:
-            self.made[key] = self.ranks[implementation](world).run(train, case, implementation, options)
-        return self.made[key]
-
-
-@pytest.fixture(scope="module")
-def runs(compared_ranks: ComparedRanks) -> Runs:
-    """All runs of this module."""
-    return Runs(compared_ranks)
-
-
-@pytest.mark.parametrize(("case", "options"), pairs())
-def test_two_ranks_follow_the_replica(runs: Runs, case: str, options: str) -> None:
-    chosen = OPTIONS[options]
-    assert_follows_replica(case, chosen, runs.get(case, "libfsdp", chosen, 2))
-
-
 def not_compared(case: str, options: Options) -> bool:
     """Where FSDP2 has the same bits as libfsdp, which follows the replica, it follows, too."""
     return (NIGHTLY or not one_order_on_two(case, options)) and not fsdp2_has_other_sums(case, options)
 
 
-@pytest.mark.parametrize(("case", "options"), pairs(not_compared))
-def test_fsdp2_on_two_ranks_follows_the_replica(runs: Runs, case: str, options: str) -> None:
-    """Checks the harness alone."""
-    chosen = OPTIONS[options]
-    assert_follows_replica(case, chosen, runs.get(case, "fsdp2", chosen, 2))
+def of(implementation: str, world: int, chosen: list[Any]) -> list[Any]:
+    """These models and options, for a number of ranks."""
+    return [
+        pytest.param(implementation, world, *one.values, id=f"{implementation}-{world}-{one.id}", marks=one.marks)
+        for one in chosen
+    ]
 
 
-@pytest.mark.parametrize(("case", "options"), pairs_on_4())
-def test_four_ranks_follow_the_replica(runs: Runs, case: str, options: str) -> None:
-    chosen = OPTIONS_ON_4[options]
-    assert_follows_replica(case, chosen, runs.get(case, "libfsdp", chosen, 4))
+Runs = Callable[[str, str, Options, int], list[Run]]
 
 
-@pytest.mark.parametrize(("case", "options"), pairs_on_4() if NIGHTLY else [("odd_shapes", "hsdp"), ("mlp", "default")])
-def test_fsdp2_on_four_ranks_follows_the_replica(runs: Runs, case: str, options: str) -> None:
-    """Checks the harness alone."""
-    chosen = OPTIONS_ON_4[options]
-    assert_follows_replica(case, chosen, runs.get(case, "fsdp2", chosen, 4))
+@pytest.fixture(scope="module")
+def runs(compared_ranks: ComparedRanks) -> Runs:
+    """Training runs by rank, each made once."""
+    return functools.cache(
+        lambda case, name, options, world: compared_ranks[name](world).run(train, case, name, options)
+    )
+
+
+ALONE_ON_4 = pairs_on_4() if NIGHTLY else [as_parameter("odd_shapes", "hsdp"), as_parameter("mlp", "default")]
+FOLLOW = of("libfsdp", 2, pairs()) + of("libfsdp", 4, pairs_on_4())
+CHECKS_THE_HARNESS = of("fsdp2", 2, pairs(not_compared)) + of("fsdp2", 4, ALONE_ON_4)
+
+
+@pytest.mark.parametrize(("implementation", "world", "case", "options"), FOLLOW + CHECKS_THE_HARNESS)
+def test_follows_the_replica(runs: Runs, implementation: str, world: int, case: str, options: str) -> None:
+    chosen = (OPTIONS if world == 2 else OPTIONS_ON_4)[options]
+    assert_follows_replica(case, chosen, runs(case, implementation, chosen, world))
 
 
 @pytest.mark.parametrize(("case", "options"), pairs(one_order_on_two))
 def test_equals_fsdp2_on_two_ranks(runs: Runs, case: str, options: str) -> None:
     chosen = OPTIONS[options]
-    assert_same_runs(runs.get(case, "libfsdp", chosen, 2), runs.get(case, "fsdp2", chosen, 2))
+    assert_same_runs(runs(case, "libfsdp", chosen, 2), runs(case, "fsdp2", chosen, 2))
 
 
 def shard_a_scalar(implementation: str) -> str:
@@ -175,6 +160,6 @@ def shard_a_scalar(implementation: str) -> str:
 
 
 def test_a_scalar_parameter_is_the_same_error(compared_ranks: ComparedRanks) -> None:
-    ours, theirs = (compared_ranks[name](2).run(shard_a_scalar, name)[0] for name in ("libfsdp", "fsdp2"))
+    ours, theirs = run_both(compared_ranks, 2, shard_a_scalar)
     assert ours == theirs
-    assert "scale" in ours
+    assert "scale" in ours[0]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import needs_in_torch
-from support.ranks import StartRanks
+from support.marks import needs_in_torch, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -58,7 +57,9 @@ def train(model: nn.Module, *, sgd: bool = True) -> list[torch.Tensor]:
     return results + [p.full_tensor().detach() for p in model.parameters()]
 
 
-def own_ranks() -> None:
+@needs_in_torch(_fsdp_common, "ShardPlacementResult")
+@on_ranks(4)
+def test_parameters_on_ranks_of_their_own() -> None:
     infos: list[Any] = []  # FSDP2 wants one object.
 
     def theirs(mesh: Any) -> Any:
@@ -86,18 +87,10 @@ def own_ranks() -> None:
         assert names[1:4] == [("0", [4]), ("0", [2]), ("0.inner", [4])]
 
 
-@needs_in_torch(_fsdp_common, "ShardPlacementResult")
-def test_parameters_on_ranks_of_their_own(ranks: StartRanks) -> None:
-    ranks(4).run(own_ranks)
-
-
-def refuse() -> None:
+@on_ranks(4)
+def test_a_mesh_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="mesh_info has no mesh"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: ShardPlacementResult(None, "all"))
-
-
-def test_a_mesh_that_is_none_is_refused(ranks: StartRanks) -> None:
-    ranks(4).run(refuse)
 
 
 def shapes_between(shard: Callable[..., Any], rows: int) -> list[Any]:
@@ -122,7 +115,13 @@ def shapes_between(shard: Callable[..., Any], rows: int) -> list[Any]:
     return shown
 
 
-def keep_between() -> None:
+def nn_weight(rows: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return nn.Linear(4, rows).weight.detach()
+
+
+@on_ranks(4)
+def test_modules_show_what_neighbours_keep() -> None:
     ours, theirs = shapes_between(fully_shard, 8), shapes_between(fsdp2, 8)
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(mine, torch.Tensor):
@@ -138,16 +137,8 @@ def keep_between() -> None:
     assert torch.equal(uneven[2], nn_weight(6))
 
 
-def nn_weight(rows: int) -> torch.Tensor:
-    torch.manual_seed(0)
-    return nn.Linear(4, rows).weight.detach()
-
-
-def test_modules_show_what_neighbours_keep(ranks: StartRanks) -> None:
-    ranks(4).run(keep_between)
-
-
-def bring_back() -> None:
+@on_ranks(4)
+def test_reshard_brings_the_shards_of_all_ranks_back() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     fully_shard(model[0], reshard_after_forward=2)
@@ -167,10 +158,6 @@ def bring_back() -> None:
     assert model[0].weight is first
     state = model.state_dict()
     assert state["0.weight"].placements == (Shard(0),)
-
-
-def test_reshard_brings_the_shards_of_all_ranks_back(ranks: StartRanks) -> None:
-    ranks(4).run(bring_back)
 
 
 def gathered_bytes(options: dict[str, Any], change: Callable[[Any], None] | None, *, within: bool) -> int:
@@ -203,7 +190,8 @@ def gathered_bytes(options: dict[str, Any], change: Callable[[Any], None] | None
     return libfsdp.wire_stats(model)["all_gather_bytes"] - before
 
 
-def forget_neighbours() -> None:
+@on_ranks(4)
+def test_neighbours_may_keep_nothing_any_more() -> None:
     def forget(layer: Any) -> None:
         layer.set_reshard_after_forward(True)
 
@@ -212,7 +200,3 @@ def forget_neighbours() -> None:
     assert among_two < among_all
     for within in (False, True):
         assert gathered_bytes({"reshard_after_forward": 2}, forget, within=within) == among_all
-
-
-def test_neighbours_may_keep_nothing_any_more(ranks: StartRanks) -> None:
-    ranks(4).run(forget_neighbours)

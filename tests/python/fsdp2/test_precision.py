@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import full
 from torch import nn
 
@@ -39,7 +39,8 @@ def override(parameter: nn.Parameter) -> torch.dtype | None:
     return fp32 if parameter.ndim == 1 else None
 
 
-def keep_one_dtype() -> None:
+@on_ranks(2)
+def test_one_parameter_keeps_its_dtype() -> None:
     torch.manual_seed(0)
     made = Mixed()
     plain = Mixed()
@@ -61,26 +62,38 @@ def keep_one_dtype() -> None:
     assert libfsdp.unit_info(made)[0].param_dtypes == (bf16, fp32)
 
 
-def test_one_parameter_keeps_its_dtype(ranks: StartRanks) -> None:
-    ranks(2).run(keep_one_dtype)
-
-
 def always(answer: Any) -> Callable[[nn.Parameter], Any]:
     return lambda parameter: answer
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_other_dtypes_are_refused() -> None:
     for given, text in ((torch.float16, "original dtype"), ("bfloat16", "torch.dtype or None")):
         policy = MixedPrecisionPolicy(param_dtype=bf16, param_dtype_override_fn=always(given))
         with pytest.raises(ValueError, match=text):
             fully_shard(nn.Linear(4, 4), mp_policy=policy)
 
 
-def test_other_dtypes_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_of_their_parameter() -> None:
+    def gradient_of(**options: Any) -> torch.Tensor:
+        made = nn.Linear(2, 4, bias=False)
+        fully_shard(made, mp_policy=MixedPrecisionPolicy(param_dtype=bf16), **options)
+        value = 256.0 if torch.distributed.get_rank() == 0 else 1.0
+        made(torch.full((1, 2), value)).sum().backward()
+        return full(made.weight.grad).float()
+
+    # 257 is 256 in bfloat16, which has eight digits.
+    exact, rounded = torch.full((4, 2), 128.5), torch.full((4, 2), 128.0)
+    assert torch.equal(gradient_of(follow_grad_dtype=True), exact)
+    assert torch.equal(gradient_of(follow_grad_dtype=False), rounded)
+    # Main parameters may be wider than is worth sending.
+    assert torch.equal(gradient_of(follow_grad_dtype=True, main_params_dtype=torch.float64), rounded)
+    assert torch.equal(gradient_of(), exact if precision.torch_has_override else rounded)
 
 
-def follow() -> None:
+@on_ranks(2)
+def test_gradients_follow_grad_dtype() -> None:
     def gradient_of(*, follows: bool | None, policy: MixedPrecisionPolicy, microbatches: list[float]) -> torch.Tensor:
         made = nn.Linear(2, 4, bias=False, dtype=bf16)
         made.weight.grad_dtype = fp32
@@ -104,31 +117,6 @@ def follow() -> None:
     follows_anyway = precision.torch_has_override
     by_default = gradient_of(follows=None, policy=MixedPrecisionPolicy(), microbatches=[1.0])
     assert by_default.dtype == (fp32 if follows_anyway else bf16)
-
-
-def reduce_in_own_dtype() -> None:
-    def gradient_of(**options: Any) -> torch.Tensor:
-        made = nn.Linear(2, 4, bias=False)
-        fully_shard(made, mp_policy=MixedPrecisionPolicy(param_dtype=bf16), **options)
-        value = 256.0 if torch.distributed.get_rank() == 0 else 1.0
-        made(torch.full((1, 2), value)).sum().backward()
-        return full(made.weight.grad).float()
-
-    # 257 is 256 in bfloat16, which has eight digits.
-    exact, rounded = torch.full((4, 2), 128.5), torch.full((4, 2), 128.0)
-    assert torch.equal(gradient_of(follow_grad_dtype=True), exact)
-    assert torch.equal(gradient_of(follow_grad_dtype=False), rounded)
-    # Main parameters may be wider than is worth sending.
-    assert torch.equal(gradient_of(follow_grad_dtype=True, main_params_dtype=torch.float64), rounded)
-    assert torch.equal(gradient_of(), exact if precision.torch_has_override else rounded)
-
-
-def test_gradients_are_reduced_in_the_dtype_of_their_parameter(ranks: StartRanks) -> None:
-    ranks(2).run(reduce_in_own_dtype)
-
-
-def test_gradients_follow_grad_dtype(ranks: StartRanks) -> None:
-    ranks(2).run(follow)
 
 
 def install() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import on_ranks
+from support.ranks import ComparedRanks, run_both
+from support.states import assert_equal
 from support.training import installed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -108,11 +110,9 @@ def read_all(implementation: str, replicas: int, keeps: int) -> list[Any]:
 
 @pytest.mark.parametrize(("world", "replicas", "keeps"), [(2, 1, 1), (2, 1, 0), (4, 2, 1), (4, 1, 2)])
 def test_as_fsdp2(compared_ranks: ComparedRanks, world: int, replicas: int, keeps: int) -> None:
-    theirs, ours = (compared_ranks[name](world).run(read_all, name, replicas, keeps) for name in ("fsdp2", "libfsdp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert len(mine) == len(other)
-        assert [(a, b) for a, b in zip(mine, other, strict=True) if a != b] == []
-        assert any(one[1:] == ("gradient", True) for one in mine)
+    ours, theirs = run_both(compared_ranks, world, read_all, replicas, keeps)
+    assert_equal(ours, theirs)
+    assert all(any(one[1:] == ("gradient", True) for one in mine) for mine in ours)
 
 
 def change(implementation: str) -> list[Any]:
@@ -157,13 +157,11 @@ def change(implementation: str) -> list[Any]:
 
 
 def test_changes_by_private_names(compared_ranks: ComparedRanks) -> None:
-    theirs, ours = (compared_ranks[name](2).run(change, name) for name in ("fsdp2", "libfsdp"))
-    for mine, other in zip(ours, theirs, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert_equal(*run_both(compared_ranks, 2, change))
 
 
-def ask_for_others() -> None:
+@on_ranks(2)
+def test_other_private_names_are_errors() -> None:
     model: Any = libfsdp.fully_shard(nn.Linear(4, 4))
     state = model._get_fsdp_state()
     group = state._fsdp_param_group
@@ -178,7 +176,3 @@ def ask_for_others() -> None:
         group._training_state = torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.FORWARD
     assert group == state._fsdp_param_group
     assert {group: 1}[state._fsdp_param_groups[0]] == 1
-
-
-def test_other_private_names_are_errors(ranks: StartRanks) -> None:
-    ranks(2).run(ask_for_others)

@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import on_ranks
+from support.ranks import ComparedRanks, StartRanks, run_both
+from support.states import assert_equal
+from support.training import api
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,7 +164,8 @@ class Pair(nn.Module):
         return self.first(tokens) + self.second(tokens)
 
 
-def train_two_tied() -> None:
+@on_ranks(2)
+def test_ties_of_several_units_are_taken_in_at_once() -> None:
     """Ties within two units at once, while both are whole, and compares with the same model unsharded."""
     reference, model = Pair(), Pair()
     for unit in (model.first, model.second, model):
@@ -176,13 +180,9 @@ def train_two_tied() -> None:
     assert model.second.head.weight is model.second.embedding.weight
 
 
-def test_ties_of_several_units_are_taken_in_at_once(ranks: StartRanks) -> None:
-    ranks(2).run(train_two_tied)
-
-
 def tied_as_fsdp2(implementation: str, units: str, when: str, options: str) -> list[Any]:
     """Ties as programs do that FSDP2 takes, and returns what was computed: losses, norms and final values."""
-    by: Any = installed_fully_shard(implementation)
+    by = api(implementation).fully_shard
     chosen: dict[str, Any] = {}
     if "bf16" in options:
         chosen["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -219,24 +219,19 @@ def tied_as_fsdp2(implementation: str, units: str, when: str, options: str) -> l
     return [*seen, {name: whole(value) for name, value in model.state_dict().items()}]
 
 
-def installed_fully_shard(implementation: str) -> Callable[..., Any]:
-    return fully_shard if implementation == "libfsdp" else torch.distributed.fsdp.fully_shard
-
-
 @pytest.mark.parametrize("when", ["tied", "assigned and tied", "tied, to_empty"])
 @pytest.mark.parametrize("units", [units for units in UNITS if units != "one unit"])
 def test_ties_across_units_have_fsdp2s_bits(compared_ranks: ComparedRanks, units: str, when: str) -> None:
     # Where each backward reduces, FSDP2 adds the gradients of units in the order of their backward.
     accumulated = ["accumulated"] if units in ("root reads", "group and root") else []
     for options in ("", "no_sync accumulated", "bf16", "bf16 offload", "replicas", *accumulated):
-        runs = [compared_ranks[one](2).run(tied_as_fsdp2, one, units, when, options) for one in ("libfsdp", "fsdp2")]
-        for ours, theirs in zip(*runs, strict=True):
-            assert ours[:-1] == theirs[:-1], (options, ours, theirs)
-            assert all(torch.equal(ours[-1][name], value) for name, value in theirs[-1].items()), options
+        assert_equal(*run_both(compared_ranks, 2, tied_as_fsdp2, units, when, options))
 
 
-def use_tied(folder: str) -> None:
+@on_ranks(2)
+def test_tied_parameters_have_all_uses(tmp_path: Path) -> None:
     """Checkpoints, whole weights and hooks know one parameter with two names, whichever unit has it."""
+    folder = str(tmp_path)
     for units in ("root reads", "child reads", "apart"):
         model = shard(plain(), units)
         tie(model)
@@ -291,11 +286,8 @@ def use_tied(folder: str) -> None:
             assert all(torch.equal(whole(value), expected[name]) for name, value in other.state_dict().items()), how
 
 
-def test_tied_parameters_have_all_uses(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(use_tied, str(tmp_path))
-
-
-def refuse_ties() -> None:
+@on_ranks(2)
+def test_ties_that_one_shard_cannot_serve_are_refused() -> None:
     model = plain()
     fully_shard(model.embedding, placements="no_shard")
     fully_shard(model)
@@ -331,10 +323,6 @@ def refuse_ties() -> None:
     model.head.weight = own  # It is a parameter of its own again.
     model(tokens(0, 0)).sum().backward()
     assert not torch.equal(whole(model.head.weight.grad), whole(model.embedding.weight.grad))
-
-
-def test_ties_that_one_shard_cannot_serve_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse_ties)
 
 
 def add_parameter(model: Any) -> None:
@@ -395,7 +383,10 @@ LATE: dict[Callable[[Any], None], str] = {
 }
 
 
-def register_late(change: Callable[[Any], None], early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("change", LATE)
+@on_ranks(2)
+def test_late_registrations_are_refused(change: Callable[[Any], None], early: bool) -> None:
     model = shard(plain())
     if not early:
         model(tokens(0, 0)).sum().backward()
@@ -405,13 +396,8 @@ def register_late(change: Callable[[Any], None], early: bool) -> None:
             model(tokens(0, 0))
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("change", LATE)
-def test_late_registrations_are_refused(ranks: StartRanks, change: Callable[[Any], None], early: bool) -> None:
-    ranks(2).run(register_late, change, early)
-
-
-def register_what_may_be() -> None:
+@on_ranks(2)
+def test_frozen_sharded_and_ignored_ones_may_come_late() -> None:
     model = plain()
     ignored = model.head.weight
     fully_shard(model.block)
@@ -429,11 +415,8 @@ def register_what_may_be() -> None:
     model(tokens(0, 0)).sum().backward()
 
 
-def test_frozen_sharded_and_ignored_ones_may_come_late(ranks: StartRanks) -> None:
-    ranks(2).run(register_what_may_be)
-
-
-def shard_what_comes() -> None:
+@on_ranks(2)
+def test_sharded_modules_may_come_late() -> None:
     """A module that is sharded and then put in place is trained as an unsharded one."""
     reference, model = plain(), shard(plain())
     model(tokens(0, 0)).sum().backward()
@@ -446,7 +429,3 @@ def shard_what_comes() -> None:
         model(tokens(step, dist.get_rank())).square().sum().backward()
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(p.grad), q.grad, msg=name, check_dtype=False)
-
-
-def test_sharded_modules_may_come_late(ranks: StartRanks) -> None:
-    ranks(2).run(shard_what_comes)

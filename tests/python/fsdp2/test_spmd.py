@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import IMPLEMENTATIONS
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import IMPLEMENTATIONS, on_ranks
+from support.ranks import ComparedRanks, run_both
 from support.training import api
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -161,14 +161,14 @@ def test_follows_the_replica(compared_ranks: ComparedRanks, layout: str, impleme
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lies_as_with_fsdp2(compared_ranks: ComparedRanks, layout: str) -> None:
     """The same DTensors, and the same losses to the last digits."""
-    ours, theirs = (compared_ranks[name](4).run(train, name, layout) for name in ("libfsdp", "fsdp2"))
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other in zip(*run_both(compared_ranks, 4, train, layout), strict=True):
         assert mine.placements == other.placements
         assert mine.shapes == other.shapes
         assert mine.losses == pytest.approx(other.losses, rel=1e-5)
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     dims = DataParallelMeshDims(shard="fsdp")
 
@@ -187,7 +187,3 @@ def refuse() -> None:
     refused(r"Expected Replicate\(\) on DP shard dim 'fsdp'", cut)
     with pytest.raises(NotImplementedError, match="as int"):
         libfsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
-
-
-def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)

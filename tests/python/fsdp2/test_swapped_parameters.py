@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 
 from libfsdp import fully_shard
@@ -82,7 +82,11 @@ def apply_inside(model: Any) -> None:
 CHANGES = [load, load_part, assign, load_twice, to_double, through_half, part_to_itself, apply_inside]
 
 
-def convert(change: Callable[[Any], None], options: dict[str, Any], early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("options", [{}, {"placements": "optim"}, {"placements": "no_shard"}])
+@on_ranks(2)
+def test_conversions(change: Callable[[Any], None], options: dict[str, Any], early: bool) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         reference, model = plain(), shard(plain(), **options)
@@ -102,10 +106,3 @@ def convert(change: Callable[[Any], None], options: dict[str, Any], early: bool)
         compare(model, reference)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_conversions(ranks: StartRanks, change: Callable[[Any], None], early: bool) -> None:
-    for options in ({}, {"placements": "optim"}, {"placements": "no_shard"}):
-        ranks(2).run(convert, change, options, early)

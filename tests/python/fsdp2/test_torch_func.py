@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -51,7 +51,11 @@ def train(model: Any, x: torch.Tensor) -> None:
     model(x).square().sum().backward()
 
 
-def transform(name: str, first: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("first", ["the transformation", "a step", "an evaluation"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("options", [{}, {"placements": "no_shard"}])
+@on_ranks(2)
+def test_transformations(name: str, first: str, options: dict[str, Any]) -> None:
     reference, model = plain(), shard(plain(), **options)
     x = batch(dist.get_rank())
     if first == "a step":
@@ -71,14 +75,9 @@ def transform(name: str, first: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, q.grad, msg=parameter)
 
 
-@pytest.mark.parametrize("first", ["the transformation", "a step", "an evaluation"])
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transformations(ranks: StartRanks, name: str, first: str) -> None:
-    for options in ({}, {"placements": "no_shard"}):
-        ranks(2).run(transform, name, first, options)
-
-
-def train_through(name: str) -> None:
+@pytest.mark.parametrize("name", ["jvp", "vmap", "jacfwd"])
+@on_ranks(2)
+def test_training_through_transformations(name: str) -> None:
     """The transformed module is part of the loss."""
     reference, model = plain(), shard(plain())
     for step in range(2):
@@ -92,8 +91,3 @@ def train_through(name: str) -> None:
                 assert p.grad is None or not p.grad.full_tensor().any()
             else:
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=parameter)
-
-
-@pytest.mark.parametrize("name", ["jvp", "vmap", "jacfwd"])
-def test_training_through_transformations(ranks: StartRanks, name: str) -> None:
-    ranks(2).run(train_through, name)

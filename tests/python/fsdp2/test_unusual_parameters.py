@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import device
-from support.marks import IMPLEMENTATIONS
-from support.ranks import StartRanks
+from support.marks import IMPLEMENTATIONS, on_ranks
 from support.training import api, full, mesh_of
 from torch import Tensor, nn
 
@@ -59,7 +58,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def compare(change: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_trains_as_without_sharding(change: str) -> None:
     """All ranks have the same batch, so means over them are exact."""
     torch.manual_seed(0)
     plain = nn.Sequential(Layer(), NoElements(), Layer()).to(device.TYPE)
@@ -90,12 +91,9 @@ def compare(change: str) -> None:
             assert torch.equal(full(ours), full(theirs[1])), name
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_trains_as_without_sharding(ranks: StartRanks, change: str) -> None:
-    ranks(2).run(compare, change)
-
-
-def penalize_gradients(implementation: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@on_ranks(2)
+def test_gradients_of_gradients(implementation: str) -> None:
     """The loss has the gradient of another one, for whose backward the parameters must still be there."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh()).to(device.TYPE)
@@ -122,8 +120,3 @@ def penalize_gradients(implementation: str) -> None:
                     parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
                 assert torch.equal(full(ours), full(theirs))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_of_gradients(ranks: StartRanks, implementation: str) -> None:
-    ranks(2).run(penalize_gradients, implementation)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -46,7 +47,9 @@ def told(body: Callable[[], None], *parts: str) -> None:
     assert all(part in texts[0] for part in parts), texts
 
 
-def step_between(placements: str) -> None:
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@on_ranks(2)
+def test_a_step_between_forward_and_backward(placements: str) -> None:
     for make in (
         lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
         lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
@@ -71,12 +74,8 @@ def step_between(placements: str) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("placements", PLACEMENTS)
-def test_a_step_between_forward_and_backward(ranks: StartRanks, placements: str) -> None:
-    ranks(2).run(step_between, placements)
-
-
-def rightly_silent() -> None:
+@on_ranks(2)
+def test_programs_that_do_it_right_are_told_nothing() -> None:
     """Other models' optimizers, closures, accumulation, evaluation, checkpoints of optimizers."""
     model, other = sharded(), sharded()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
@@ -103,11 +102,8 @@ def rightly_silent() -> None:
     told(both)
 
 
-def test_programs_that_do_it_right_are_told_nothing(ranks: StartRanks) -> None:
-    ranks(2).run(rightly_silent)
-
-
-def inner_options() -> None:
+@on_ranks(2)
+def test_options_of_the_model_that_only_an_inner_unit_has() -> None:
     def step(model: Any) -> None:
         model(x()).sum().backward()
 
@@ -123,11 +119,9 @@ def inner_options() -> None:
         told(partial(step, of_all))
 
 
-def test_options_of_the_model_that_only_an_inner_unit_has(ranks: StartRanks) -> None:
-    ranks(2).run(inner_options)
-
-
-def made_before(placements: str) -> None:
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@on_ranks(2)
+def test_an_optimizer_made_before_fully_shard(placements: str) -> None:
     for make in (lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: libfsdp.optim.SGD(p, lr=0.1)):
         model = plain()
         optimizer = make(model.parameters())
@@ -153,11 +147,8 @@ def made_before(placements: str) -> None:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
-def test_an_optimizer_made_before_fully_shard(ranks: StartRanks, placements: str) -> None:
-    ranks(2).run(made_before, placements)
-
-
-def made_of_whole(placements: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_made_of_whole_parameters(placements: str) -> None:
     model = sharded(placements)
     loss = model(x()).sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # The root is whole, for backward.
@@ -171,11 +162,8 @@ def made_of_whole(placements: str) -> None:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
-def test_an_optimizer_made_of_whole_parameters(ranks: StartRanks, placements: str) -> None:
-    ranks(2).run(made_of_whole, placements)
-
-
-def evaluate_before(placements: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_made_after_an_evaluation(placements: str) -> None:
     """Shards are shown after an evaluation, so that an optimizer that is made then trains all of them."""
     found = []
     for mode in (None, torch.no_grad, torch.inference_mode):
@@ -194,16 +182,14 @@ def evaluate_before(placements: str) -> None:
     assert all(torch.equal(p, q) for other in found[1:] for p, q in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("placements", PLACEMENTS)
-def test_an_optimizer_made_after_an_evaluation(ranks: StartRanks, placements: str) -> None:
-    ranks(2).run(evaluate_before, placements)
-
-
 def whole(p: torch.Tensor) -> torch.Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
 
 
-def assign(placements: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["rows.data", "rows"])
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@on_ranks(2)
+def test_rows_that_are_assigned_are_adopted(placements: str, how: str) -> None:
     model = sharded(placements)
     for ran in (False, True):
         if ran:
@@ -227,13 +213,8 @@ def assign(placements: str, how: str) -> None:
         torch.testing.assert_close(found, reference(x()).detach())
 
 
-@pytest.mark.parametrize("how", ["rows.data", "rows"])
-def test_rows_that_are_assigned_are_adopted(ranks: StartRanks, how: str) -> None:
-    for placements in PLACEMENTS:
-        ranks(2).run(assign, placements, how)
-
-
-def assign_in_vain() -> None:
+@on_ranks(2)
+def test_data_of_a_dtensor_that_is_assigned() -> None:
     model = sharded()
     model(x()).sum().backward()
     with torch.no_grad():
@@ -249,11 +230,9 @@ def assign_in_vain() -> None:
     told(body, "assigning .data of", "'0.weight'", "copy_()")
 
 
-def test_data_of_a_dtensor_that_is_assigned(ranks: StartRanks) -> None:
-    ranks(2).run(assign_in_vain)
-
-
-def hook(placements: str) -> None:
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@on_ranks(2)
+def test_hooks_on_shards(placements: str) -> None:
     model = sharded(placements)
     calls: list[Any] = []
     handles = [p.register_hook(calls.append) for p in model.parameters()]
@@ -285,11 +264,6 @@ def hook(placements: str) -> None:
 
     with pytest.warns(UserWarning, match=r"hooks on \['weight'\] from before fully_shard never run"):
         early()
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS)
-def test_hooks_on_shards(ranks: StartRanks, placements: str) -> None:
-    ranks(2).run(hook, placements)
 
 
 def write_whole(placements: str) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from support.marks import on_ranks
 from support.optimizers import ALIGNED, ODD, give_gradients, sharded
-from support.ranks import StartRanks
 from support.training import full
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -17,7 +17,17 @@ import libfsdp
 INF = float("inf")
 
 
-def clip(p: float, replicas: int, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "p", "replicas", "limit"),
+    [
+        *((2, p, 1, 0.1) for p in (2.0, 1.0, 3.0, INF)),
+        (4, 2.0, 1, 0.1),
+        (4, 2.0, 2, 0.1),  # With replicas, each element counts once.
+        (2, 2.0, 1, 1e6),  # Small gradients stay.
+    ],
+)
+@on_ranks("size")
+def test_clips_as_torch(p: float, replicas: int, limit: float) -> None:
     """Ours and torch's on the same gradients; the plain tensor counts once."""
     eps = torch.finfo(torch.float32).eps
     plain = nn.Parameter(torch.ones(3))
@@ -47,22 +57,8 @@ def clip(p: float, replicas: int, limit: float) -> None:
             assert torch.equal(mine, its * factor)
 
 
-@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, INF])
-def test_clips_as_torch_on_two_ranks(ranks: StartRanks, p: float) -> None:
-    ranks(2).run(clip, p, 1, 0.1)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_clips_as_torch_on_four_ranks(ranks: StartRanks, replicas: int) -> None:
-    """With replicas, each element counts once."""
-    ranks(4).run(clip, 2.0, replicas, 0.1)
-
-
-def test_small_gradients_stay(ranks: StartRanks) -> None:
-    ranks(2).run(clip, 2.0, 1, 1e6)
-
-
-def what_travels() -> None:
+@on_ranks(4)
+def test_one_number_travels_and_not_finite_is_an_error_where_asked() -> None:
     parameters = sharded("libfsdp", ODD, replicas=2)
     give_gradients(parameters, 0)
     with CommDebugMode() as seen:
@@ -81,10 +77,6 @@ def what_travels() -> None:
     now = [full(p.grad) for p in parameters if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(now[:-1], kept[:-1], strict=True))
     assert torch.equal(now[-1].isnan(), kept[-1].isnan())
-
-
-def test_one_number_travels_and_not_finite_is_an_error_where_asked(ranks: StartRanks) -> None:
-    ranks(4).run(what_travels)
 
 
 def test_without_ranks() -> None:

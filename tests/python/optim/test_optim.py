@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support import device
+from support.marks import on_ranks
 from support.optimizers import ALIGNED, ODD, Shapes, give_gradients, sharded, train, whole_state, without_torchs_steps
-from support.ranks import ComparedRanks, StartRanks
-from support.states import assert_same_state, train_more
-from support.training import CASES, Options, full, seeded, shard
+from support.ranks import ComparedRanks, run_both
+from support.states import assert_same_state, load_by_torch, save_by_torch, train_more
+from support.training import full
+from support.training import sharded as sharded_case
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import distribute_tensor
 
 import libfsdp
@@ -38,7 +38,6 @@ OPTIMIZERS: dict[str, Making] = {
     "sgd_nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
 }
 WAYS = ("optim", "fuse")
-each_optimizer = pytest.mark.parametrize("making", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def make(way: str, making: Making, parameters: Any, **more: Any) -> torch.optim.Optimizer:
@@ -74,7 +73,18 @@ def shapes_of(making: Making) -> Shapes:
     return ALIGNED if making[0] == "SGD" else ODD
 
 
-def compare_with_torch(making: Making, way: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "name", "way", "options"),
+    [
+        *((2, name, way, {}) for name in OPTIMIZERS for way in WAYS),
+        # Some ranks have nothing of some parameters.
+        *((4, name, "optim", options) for name in ("adamw", "sgd_momentum") for options in ({}, {"replicas": 2})),
+        (4, "adamw", "optim", {"dtype": torch.bfloat16}),
+    ],
+)
+@on_ranks("size")
+def test_the_same_bits_as_torchs_over_fsdp2(name: str, way: str, options: dict[str, Any]) -> None:
+    making = OPTIMIZERS[name]
     shapes = shapes_of(making)
     mine, theirs = sharded("libfsdp", shapes, **options), sharded("fsdp2", shapes, **options)
     optimizers = []
@@ -91,31 +101,8 @@ def compare_with_torch(making: Making, way: str, options: dict[str, Any]) -> Non
         assert optimizers[0].state_dict()["state"]
 
 
-@each_optimizer
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_as_torchs_over_fsdp2_on_two_ranks(ranks: StartRanks, making: Making, way: str) -> None:
-    ranks(2).run(compare_with_torch, making, way, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adamw", {}),
-        ("adamw", {"replicas": 2}),
-        ("adamw", {"dtype": torch.bfloat16}),
-        ("sgd_momentum", {}),
-        ("sgd_momentum", {"replicas": 2}),
-    ],
-)
-def test_the_same_bits_as_torchs_over_fsdp2_on_four_ranks(
-    ranks: StartRanks, name: str, options: dict[str, Any]
-) -> None:
-    """Some ranks have nothing of some parameters."""
-    ranks(4).run(compare_with_torch, OPTIMIZERS[name], "optim", options)
-
-
-def compare_with_replica(making: Making, shapes: Any) -> list[float]:
-    """The greatest difference, in units of what a rounding in each step may add up to."""
+def compare_with_replica(making: Making, shapes: Any) -> float:
+    """How many times the greatest difference goes into what roundings in each step may add up to."""
     results = []
     for implementation in ("libfsdp", "replica"):
         parameters = sharded(implementation, shapes)
@@ -127,22 +114,25 @@ def compare_with_replica(making: Making, shapes: Any) -> list[float]:
     assert results[0].keys() == results[1].keys()
     eps = torch.finfo(torch.float32).eps
     # Four steps. Gradients are below 5, updates below 2: of numbers of that size, a few roundings in each step.
-    return [(4 * 8 * eps * 5 / max((results[0][n] - v).abs().max().item(), 1e-30)) for n, v in results[1].items()]
+    return min(4 * 8 * eps * 5 / max((results[0][n] - v).abs().max().item(), 1e-30) for n, v in results[1].items())
 
 
 @pytest.mark.skipif(device.TYPE != "cpu", reason="registers are the CPU's")
-@each_optimizer
-def test_the_same_bits_as_of_whole_parameters_where_registers_are_full(ranks: StartRanks, making: Making) -> None:
-    for of_rank in ranks(4).run(compare_with_replica, making, ALIGNED):
-        assert min(of_rank) > 1e20, "some differ"
+@pytest.mark.parametrize("making", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@on_ranks(4)
+def test_the_same_bits_as_of_whole_parameters_where_registers_are_full(making: Making) -> None:
+    assert compare_with_replica(making, ALIGNED) > 1e20, "some differ"
 
 
-def test_last_elements_differ_by_a_rounding_where_they_are_not(ranks: StartRanks) -> None:
-    for of_rank in ranks(4).run(compare_with_replica, OPTIMIZERS["adamw"], ODD):
-        assert min(of_rank) > 1
+@on_ranks(4)
+def test_last_elements_differ_by_a_rounding_where_they_are_not() -> None:
+    assert compare_with_replica(OPTIMIZERS["adamw"], ODD) > 1
 
 
-def flags_do_not_matter(making: Making) -> None:
+@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
+@on_ranks(2)
+def test_foreach_and_fused_change_nothing(name: str) -> None:
+    making = OPTIMIZERS[name]
     runs = []
     for flags in ({"fused": True}, {"foreach": True}, {"foreach": False}, {}):
         parameters = sharded("libfsdp", ODD)
@@ -154,12 +144,10 @@ def flags_do_not_matter(making: Making) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
-def test_foreach_and_fused_change_nothing(ranks: StartRanks, name: str) -> None:
-    ranks(2).run(flags_do_not_matter, OPTIMIZERS[name])
-
-
-def fuse_in_the_middle(making: Making) -> None:
+@on_ranks(2)
+def test_an_optimizer_is_fused_in_the_middle_of_a_run(name: str) -> None:
     """With a scheduler and hooks from before; the state goes on."""
+    making = OPTIMIZERS[name]
     runs = []
     for fused in (False, True):
         parameters = sharded("libfsdp", shapes_of(making))
@@ -185,12 +173,10 @@ def fuse_in_the_middle(making: Making) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
-def test_an_optimizer_is_fused_in_the_middle_of_a_run(ranks: StartRanks, name: str) -> None:
-    ranks(2).run(fuse_in_the_middle, OPTIMIZERS[name])
-
-
-def scale_with_infinities(making: Making) -> None:
+@on_ranks(2)
+def test_grad_scaler_skips_on_all_ranks(name: str) -> None:
     """A step in which one rank alone finds an infinity, between two others; unscaled by hand in the last."""
+    making = OPTIMIZERS[name]
     runs = []
     for implementation, way in (("libfsdp", "optim"), ("fsdp2", "torch")):
         parameters = sharded(implementation, shapes_of(making))
@@ -214,45 +200,28 @@ def scale_with_infinities(making: Making) -> None:
     assert runs[0][1] == [64, 32, 32, 64]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd_momentum"])
-def test_grad_scaler_skips_on_all_ranks(ranks: StartRanks, name: str) -> None:
-    ranks(2).run(scale_with_infinities, OPTIMIZERS[name])
-
-
 def trained(implementation: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
-    case = CASES["odd_shapes"]
-    model = shard(seeded(case), case, implementation, Options())
+    model = sharded_case("odd_shapes", implementation=implementation)
     way = "optim" if implementation == "libfsdp" else "torch"
     optimizer = make(way, OPTIMIZERS["adamw"], model.parameters(), fused=True)
     train_more(model, optimizer, "odd_shapes", range(steps))
     return model, optimizer
 
 
-def save(writer: str, folder: str) -> list[float]:
-    model, optimizer = trained(writer, 2)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
-    return train_more(model, optimizer, "odd_shapes", range(2, 4))
-
-
-def load(reader: str, folder: str) -> list[float]:
-    model, optimizer = trained(reader, 1)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return train_more(model, optimizer, "odd_shapes", range(2, 4))
-
-
 @pytest.mark.parametrize(("writer", "reader"), [("libfsdp", "fsdp2"), ("fsdp2", "libfsdp"), ("libfsdp", "libfsdp")])
-def test_training_goes_on_from_a_checkpoint_of_either(
-    ranks: StartRanks, tmp_path: Path, writer: str, reader: str
-) -> None:
-    losses = ranks(2).run(save, writer, str(tmp_path))
-    assert ranks(2).run(load, reader, str(tmp_path)) == losses
-    assert losses[0][0] != losses[0][1]
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_of_either(tmp_path: Path, writer: str, reader: str) -> None:
+    model, optimizer = trained(writer, 2)
+    save_by_torch(tmp_path, model, optimizer)
+    losses = train_more(model, optimizer, "odd_shapes", range(2, 4))
+    model, optimizer = trained(reader, 1)
+    load_by_torch(tmp_path, model, optimizer)
+    assert train_more(model, optimizer, "odd_shapes", range(2, 4)) == losses
+    assert losses[0] != losses[1]
 
 
-def loads_its_state_dict() -> None:
+@on_ranks(2)
+def test_load_state_dict() -> None:
     """By torch.optim's own load_state_dict: the state is other objects afterwards."""
     parameters = sharded("libfsdp", ODD)
     optimizer = make("optim", OPTIMIZERS["adamw"], parameters)
@@ -268,11 +237,8 @@ def loads_its_state_dict() -> None:
     assert_same_state(whole_state(copies, other), whole_state(parameters, optimizer))
 
 
-def test_load_state_dict(ranks: StartRanks) -> None:
-    ranks(2).run(loads_its_state_dict)
-
-
-def gradients_that_lie_otherwise() -> None:
+@on_ranks(2)
+def test_gradients_that_lie_otherwise_are_placed() -> None:
     """Replicated, transposed, of another dtype: placed, ordered and converted as the parameter is."""
     results = []
     for other in (False, True):
@@ -288,10 +254,6 @@ def gradients_that_lie_otherwise() -> None:
         optimizer.step()
         results.append(full(parameters[0]))
     assert torch.equal(results[0], results[1])
-
-
-def test_gradients_that_lie_otherwise_are_placed(ranks: StartRanks) -> None:
-    ranks(2).run(gradients_that_lie_otherwise)
 
 
 def test_plain_tensors_are_stepped_in_their_order_of_elements() -> None:
@@ -479,7 +441,7 @@ def in_the_guide(case: str) -> str:
 
 
 def test_optimizers_of_torch_work_as_over_fsdp2_and_as_the_guide_says(compared_ranks: ComparedRanks) -> None:
-    mine, theirs = (compared_ranks[one](2).run(outcomes, one)[0] for one in ("libfsdp", "fsdp2"))
+    (mine, *_), (theirs, *_) = run_both(compared_ranks, 2, outcomes)
     assert mine == theirs
     assert len(mine) > 60
     assert {case: mine[case] for case in mine if in_the_guide(case) != "an error"} == {

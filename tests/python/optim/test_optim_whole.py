@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from support.errors import raises
+from support.marks import on_ranks
 from support.optimizers import Parameters, give_gradients, keep_alive, sharded, train, whole_state
-from support.ranks import StartRanks
-from support.states import assert_same_state, describe, flatten
+from support.states import assert_same_state, describe, flatten, load_by_torch, save_by_torch
 from support.training import mesh_of
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -28,7 +27,19 @@ def by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.shape == (32, 64) else None
 
 
-def compare_muons(shapes: Any, replicas: int, exact: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "shapes", "replicas", "exact", "options"),
+    [
+        (2, MATRICES, 1, True, {}),
+        (2, MATRICES, 1, True, {"nesterov": False, "weight_decay": 0.0, "ns_steps": 3}),
+        (2, MATRICES, 1, True, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}),
+        (4, MATRICES, 1, True, {}),
+        (4, MATRICES, 2, True, {}),
+        (4, ODD_MATRICES, 1, False, {}),  # Some ranks have nothing of a matrix.
+    ],
+)
+@on_ranks("size")
+def test_muon_is_torchs_on_whole_matrices(shapes: Any, replicas: int, exact: bool, options: dict[str, Any]) -> None:
     mine, whole = sharded("libfsdp", shapes, replicas, shard_placement_fn=by_columns), sharded("replica", shapes)
     results = []
     for parameters, module in ((mine, libfsdp.optim), (whole, torch.optim)):
@@ -54,25 +65,8 @@ def compare_muons(shapes: Any, replicas: int, exact: bool, options: dict[str, An
         assert describe(momentum)[:5] == describe(parameter.data.detach())[:5]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"nesterov": False, "weight_decay": 0.0, "ns_steps": 3}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}],
-    ids=["default", "plain", "rms"],
-)
-def test_muon_is_torchs_on_whole_matrices(ranks: StartRanks, options: dict[str, Any]) -> None:
-    ranks(2).run(compare_muons, MATRICES, 1, True, options)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_muon_is_torchs_on_four_ranks(ranks: StartRanks, replicas: int) -> None:
-    ranks(4).run(compare_muons, MATRICES, replicas, True, {})
-
-
-def test_muon_on_ranks_that_have_nothing_of_a_matrix(ranks: StartRanks) -> None:
-    ranks(4).run(compare_muons, ODD_MATRICES, 1, False, {})
-
-
-def muon_without_empty_gradients() -> None:
+@on_ranks(4)
+def test_muon_on_ranks_that_have_nothing_of_a_matrix_and_no_gradient() -> None:
     """Megatron-FSDP's front end gives no gradient where a rank has no elements."""
     results = []
     for leaves_out in (False, True):
@@ -91,11 +85,8 @@ def muon_without_empty_gradients() -> None:
     assert_same_state(results[1], results[0])
 
 
-def test_muon_on_ranks_that_have_nothing_of_a_matrix_and_no_gradient(ranks: StartRanks) -> None:
-    ranks(4).run(muon_without_empty_gradients)
-
-
-def traffic_of_muon() -> None:
+@on_ranks(2)
+def test_muon_exchanges_twice_per_step() -> None:
     parameters = sharded("libfsdp", MATRICES)
     optimizer = libfsdp.optim.Muon(parameters, lr=0.1)
     train(parameters, optimizer, steps=1)
@@ -106,26 +97,43 @@ def traffic_of_muon() -> None:
     )  # with the numbers by which ranks see that they have gradients of the same matrices
 
 
-def test_muon_exchanges_twice_per_step(ranks: StartRanks) -> None:
-    ranks(2).run(traffic_of_muon)
-
-
-def muon_refuses() -> str:
+@on_ranks(4)
+def test_muon_refuses_what_is_cut_twice() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
     weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(ValueError, match="Muon") as raised:
+    with pytest.raises(ValueError, match=r"Muon.*may be cut along one dimension of its mesh, by Shard. Leave it"):
         libfsdp.optim.Muon([weight]).step()
-    return str(raised.value)
 
 
-def test_muon_refuses_what_is_cut_twice(ranks: StartRanks) -> None:
-    assert "may be cut along one dimension of its mesh, by Shard. Leave it" in ranks(4).run(muon_refuses)[0]
+HAS_ONE = "has a gradient on ranks [0], and none on ranks [1]. A matrix is"
 
 
-def muon_with_ranks_that_differ(how: str, replicas: int) -> str:
-    """All ranks have the same error, and nothing has changed: the next step is as without it."""
-    rank, results, text = torch.distributed.get_rank(), [], ""
+@pytest.mark.parametrize(
+    ("size", "replicas", "how", "text"),
+    [
+        (2, 1, "one", f"Muon: parameter 1 of group 1, of the shape [64, 64], {HAS_ONE}"),
+        (2, 1, "all", f"Muon: parameter 0 of group 0, of the shape [64, 16], {HAS_ONE}"),
+        (
+            2,
+            1,
+            "others",
+            "Muon: matrix 0 of group 1 is of the shape [32, 64] on rank 0, and of the shape [64, 64] on rank 1; give",
+        ),
+        (
+            2,
+            1,
+            "fewer",
+            "Muon: matrix 2 of group 1 is of the shape [16, 128] on rank 0, and not there on rank 1; give Muon the",
+        ),
+        # Ranks 2 and 3 replicate 0 and 1, and would not notice by their own exchanges.
+        (4, 2, "one", "has a gradient on ranks [0, 2, 3], and none on ranks [1]."),
+    ],
+)
+@on_ranks("size")
+def test_muon_on_ranks_that_differ_is_one_error(replicas: int, how: str, text: str) -> None:
+    """On all ranks; and nothing has changed: the next step is as without it."""
+    rank, results = torch.distributed.get_rank(), []
     for failing in (False, True):
         parameters = sharded("libfsdp", MATRICES, replicas, shard_placement_fn=by_columns)
         optimizer = libfsdp.optim.Muon([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
@@ -138,54 +146,24 @@ def muon_with_ranks_that_differ(how: str, replicas: int) -> str:
                 group["params"] = [group["params"][i] for i in (1, 0, 2)]
             if how == "fewer" and rank == 1:
                 group["params"] = group["params"][:2]
-            with pytest.raises(libfsdp.Error, match=r"^Muon: ") as raised:
+            with raises(libfsdp.Error, text):
                 optimizer.step()
-            text = str(raised.value)
             group["params"] = parameters[1:]
             assert_same_state(whole_state(parameters, optimizer), before)
             optimizer.zero_grad()
         train(parameters, optimizer, steps=2)
         results.append(whole_state(parameters, optimizer))
     assert_same_state(results[1], results[0])
-    return text
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        (
-            "one",
-            "parameter 1 of group 1, of the shape [64, 64], has a gradient on ranks [0], and none on ranks [1]. A matrix is",
-        ),
-        (
-            "all",
-            "parameter 0 of group 0, of the shape [64, 16], has a gradient on ranks [0], and none on ranks [1]. A matrix is",
-        ),
-        (
-            "others",
-            "matrix 0 of group 1 is of the shape [32, 64] on rank 0, and of the shape [64, 64] on rank 1; give Muon the same",
-        ),
-        (
-            "fewer",
-            "matrix 2 of group 1 is of the shape [16, 128] on rank 0, and not there on rank 1; give Muon the same",
-        ),
-    ],
-)
-def test_muon_on_ranks_that_differ_is_one_error(ranks: StartRanks, how: str, text: str) -> None:
-    for of_rank in ranks(2).run(muon_with_ranks_that_differ, how, 1):
-        assert of_rank.startswith(f"Muon: {text}")
-
-
-def test_muon_on_replicas_that_differ_is_one_error(ranks: StartRanks) -> None:
-    """Ranks 2 and 3 replicate 0 and 1, and would not notice by their own exchanges."""
-    for of_rank in ranks(4).run(muon_with_ranks_that_differ, "one", 2):
-        assert "has a gradient on ranks [0, 2, 3], and none on ranks [1]." in of_rank
 
 
 CUT = [(64, 256), (8, 1024), (64, 5), (4096,)]
 
 
-def compare_8bit(replicas: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "replicas", "dtype"), [(2, 1, torch.float32), (2, 1, torch.bfloat16), (4, 2, torch.float32)]
+)
+@on_ranks("size")
+def test_8_bits_do_not_depend_on_the_cut(replicas: int, dtype: torch.dtype) -> None:
     mine, whole = sharded("libfsdp", CUT, replicas, dtype=dtype), sharded("replica", CUT, dtype=dtype)
     results = []
     for parameters in (mine, whole):
@@ -193,23 +171,10 @@ def compare_8bit(replicas: int, dtype: torch.dtype) -> None:
         train(parameters, optimizer)
         results.append(whole_state(parameters, optimizer))
     assert_same_state(results[0], results[1])
-    assert {name: results[0][f"0.{name}"].dtype for name in ("state1", "absmax1", "state2", "absmax2")} == {
-        "state1": torch.uint8,
-        "absmax1": torch.float32,
-        "state2": torch.uint8,
-        "absmax2": torch.float32,
-    }
+    dtypes = [results[0][f"0.{name}"].dtype for name in ("state1", "absmax1", "state2", "absmax2")]
+    assert dtypes == [torch.uint8, torch.float32] * 2
     assert results[0]["1.absmax1"].shape == (32,)
     assert "2.exp_avg" in results[0], "below min_8bit_size"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_8_bits_do_not_depend_on_the_cut(ranks: StartRanks, dtype: torch.dtype) -> None:
-    ranks(2).run(compare_8bit, 1, dtype)
-
-
-def test_8_bits_on_replicas(ranks: StartRanks) -> None:
-    ranks(4).run(compare_8bit, 2, torch.float32)
 
 
 def test_8_bits_follow_adamw() -> None:
@@ -234,17 +199,15 @@ def model_with_8_bits() -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Param
     return model, libfsdp.optim.AdamW8bit(parameters, lr=0.1), parameters
 
 
-def checkpoint_of_8_bits(folder: str) -> None:
+@on_ranks(2)
+def test_8_bits_are_saved_and_loaded(tmp_path: Path) -> None:
     """Saved, and loaded by torch: codes stay codes, magnitudes fp32, also where parameters are bf16."""
     model, optimizer, parameters = model_with_8_bits()
     train(parameters, optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    save_by_torch(tmp_path, model, optimizer)
     other, its, its_parameters = model_with_8_bits()
     train(its_parameters, its, steps=2)
-    model_state, optimizer_state = get_state_dict(other, its)
-    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(other, its, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    load_by_torch(tmp_path, other, its)
     loaded, saved = (dict(sorted(flatten(of.state_dict()).items())) for of in (its, optimizer))
     assert_same_state(loaded, saved)
     for of_either, stepped in ((parameters, optimizer), (its_parameters, its)):
@@ -252,27 +215,17 @@ def checkpoint_of_8_bits(folder: str) -> None:
     assert_same_state(whole_state(its_parameters, its), whole_state(parameters, optimizer))
 
 
-def test_8_bits_are_saved_and_loaded(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(checkpoint_of_8_bits, str(tmp_path))
-
-
-def eight_bits_refuse() -> list[str]:
-    texts = []
+@on_ranks(2)
+def test_8_bits_refuse_blocks_on_two_ranks() -> None:
+    text = "AdamW8bit.*is cut within blocks of 256 elements, or into unequal numbers of them; put it into a group with"
     for shape in ((64, 65), (65, 512), (63, 130)):
         parameters = sharded("libfsdp", [shape])
         assert isinstance(parameters[0], DTensor)
         parameters[0].grad = torch.ones_like(parameters[0])
         optimizer = libfsdp.optim.AdamW8bit(parameters)
-        with pytest.raises(ValueError, match="AdamW8bit") as raised:
+        with pytest.raises(ValueError, match=text):
             optimizer.step()
-        texts.append(str(raised.value))
         optimizer.param_groups[0]["min_8bit_size"] = 1 << 20
         optimizer.step()
     with pytest.raises(ValueError, match="Invalid beta"):
         libfsdp.optim.AdamW8bit(parameters, betas=(1.0, 0.9))
-    return texts
-
-
-def test_8_bits_refuse_blocks_on_two_ranks(ranks: StartRanks) -> None:
-    for text in ranks(2).run(eight_bits_refuse)[0]:
-        assert "is cut within blocks of 256 elements, or into unequal numbers of them; put it into a group with" in text

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
+from support.megatron import STRATEGIES
 from support.training import full
 from torch import nn
 
 import libfsdp
 from libfsdp import fully_shard
 
-PLACEMENTS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "libfsdp AdamW": lambda parameters: libfsdp.optim.AdamW(parameters, lr=0.1),
     "libfsdp SGD": lambda parameters: libfsdp.optim.SGD(parameters, lr=0.1),
@@ -55,7 +55,11 @@ def require_gradients(model: nn.Module, steps: list[int]) -> None:
         torch.testing.assert_close(full(p.grad), wanted)
 
 
-def drop(placements: str, which: str, to_none: bool) -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("placements", STRATEGIES)
+@pytest.mark.parametrize("which", ["module", *OPTIMIZERS])
+@on_ranks(2)
+def test_what_is_not_synchronized_is_dropped(placements: str, which: str, to_none: bool) -> None:
     for reduced_before in (False, True):
         model = sharded(placements)
         zero_grad = model.zero_grad if which == "module" else OPTIMIZERS[which](model.parameters()).zero_grad
@@ -73,14 +77,9 @@ def drop(placements: str, which: str, to_none: bool) -> None:
         require_gradients(model, [4])
 
 
-@pytest.mark.parametrize("which", ["module", *OPTIMIZERS])
-def test_what_is_not_synchronized_is_dropped(ranks: StartRanks, which: str) -> None:
-    for placements in PLACEMENTS:
-        for to_none in (True, False):
-            ranks(2).run(drop, placements, which, to_none)
-
-
-def drop_between_forward_and_backward(to_none: bool) -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+@on_ranks(2)
+def test_between_forward_and_backward(to_none: bool) -> None:
     """The root shows whole parameters then: the gradients are those of its shards."""
     model = sharded("optim_grads_params")
     model(batch(0, dist.get_rank())).square().mean().backward()
@@ -90,12 +89,8 @@ def drop_between_forward_and_backward(to_none: bool) -> None:
     require_gradients(model, [1])
 
 
-def test_between_forward_and_backward(ranks: StartRanks) -> None:
-    for to_none in (True, False):
-        ranks(2).run(drop_between_forward_and_backward, to_none)
-
-
-def drop_a_finalization() -> None:
+@on_ranks(2)
+def test_a_finalization_is_dropped() -> None:
     """The next one is not refused for one that was dropped, and the old handle waits for nothing."""
     model = sharded("optim_grads_params")
     model.set_manual_backward_finalization(True)
@@ -108,11 +103,8 @@ def drop_a_finalization() -> None:
     require_gradients(model, [1])
 
 
-def test_a_finalization_is_dropped(ranks: StartRanks) -> None:
-    ranks(2).run(drop_a_finalization)
-
-
-def step_within_backward() -> None:
+@on_ranks(2)
+def test_within_a_backward_what_is_on_its_way_stays() -> None:
     """An optimizer that steps when the gradient is there drops that of no other unit."""
     model = sharded("optim_grads_params")
     seen = []
@@ -130,11 +122,8 @@ def step_within_backward() -> None:
     assert len(seen) == 6
 
 
-def test_within_a_backward_what_is_on_its_way_stays(ranks: StartRanks) -> None:
-    ranks(2).run(step_within_backward)
-
-
-def keep_the_others() -> None:
+@on_ranks(2)
+def test_gradients_of_others_stay() -> None:
     """Who zeroes some parameters leaves what the others have collected."""
     model = sharded("optim_grads_params")
     some = libfsdp.optim.SGD(model[1].parameters(), lr=0.1)
@@ -147,7 +136,3 @@ def keep_the_others() -> None:
     for k, (p, wanted) in enumerate(zip(model.parameters(), expected([0, 1]), strict=True)):
         if k != 1:
             torch.testing.assert_close(full(p.grad), wanted)
-
-
-def test_gradients_of_others_stay(ranks: StartRanks) -> None:
-    ranks(2).run(keep_the_others)
