@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import libfsdp
 from support import hugging_face
-from support.training import full
+from support.weights import gathered
 
 RANK, SCALE = 4, 2.0  # A power of two, as are the denominators of round_adapters.
 
@@ -61,10 +61,6 @@ def round_adapters(model: Any) -> None:
         if "lora_" in name:
             local = getattr(parameter, "_local_tensor", parameter)
             local.copy_((local * 64).round() / 64)
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def merged_by_peft(plain: Any, model: nn.Module) -> dict[str, Tensor]:

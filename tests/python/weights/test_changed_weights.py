@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.megatron import batch, plain_model
 from support.megatron import shard as shard_as_megatron
-from support.ranks import StartRanks
 from support.strategies import a_step, every_strategy
-from support.training import CASES, Options, seeded, shard
+from support.training import CASES, Options, seeded, sharded
+from support.weights import BF16, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -22,13 +22,7 @@ from torch.distributed.tensor import Shard
 import libfsdp
 from libfsdp import WeightChange, WeightSnapshot, apply_changes, full_weights
 
-BF16 = torch.bfloat16
 F8 = torch.float8_e4m3fn
-
-
-def whole(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """All weights of a whole export."""
-    return {name: tensor.cpu().clone() for bucket in full_weights(model, **options) for name, tensor in bucket}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -96,8 +90,18 @@ def disturb(shard: Tensor, share: float, generator: torch.Generator, *, any_bits
     flat[chosen.to(flat.device)] = values.to(flat.device)
 
 
-def random_updates(case: str, updates: int, replicas: int, dtype: torch.dtype | None, where: str | None) -> None:
-    model = shard(seeded(CASES[case]), CASES[case], "libfsdp", Options(replicas=replicas))
+@pytest.mark.parametrize(
+    ("size", "case", "updates", "replicas", "dtype", "where"),
+    [
+        (2, "mlp", 24, 1, None, None),
+        (2, "tied", 24, 1, BF16, "cpu"),
+        (4, "odd_shapes", 24, 2, None, None),
+        at_night(2, "mlp", 200, 1, None, None),
+    ],
+)
+@on_ranks("size")
+def test_random_updates(case: str, updates: int, replicas: int, dtype: torch.dtype | None, where: str | None) -> None:
+    model = sharded(case, Options(replicas=replicas))
     receiver = Receiver(model, WeightSnapshot(where), dtype=dtype)
     size = dist.get_world_size()
     generator = torch.Generator().manual_seed(dist.get_rank() % (size // max(replicas, 1)))  # replicas stay the same
@@ -114,22 +118,9 @@ def random_updates(case: str, updates: int, replicas: int, dtype: torch.dtype | 
     assert seen == {False, True}
 
 
-@pytest.mark.parametrize(
-    ("size", "case", "updates", "replicas", "dtype", "where"),
-    [
-        (2, "mlp", 24, 1, None, None),
-        (2, "tied", 24, 1, BF16, "cpu"),
-        (4, "odd_shapes", 24, 2, None, None),
-        at_night(2, "mlp", 200, 1, None, None),
-    ],
-)
-def test_random_updates(
-    ranks: StartRanks, size: int, case: str, updates: int, replicas: int, dtype: torch.dtype | None, where: str | None
-) -> None:
-    ranks(size).run(random_updates, case, updates, replicas, dtype, where)
-
-
-def bytes_that_travel(replicas: int) -> None:
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
+@on_ranks("size")
+def test_the_bytes_that_travel_and_come(replicas: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(512, 512) for _ in range(2))).to(device.TYPE)
@@ -167,12 +158,9 @@ def bytes_that_travel(replicas: int) -> None:
                 receiver.check()
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
-def test_the_bytes_that_travel_and_come(ranks: StartRanks, size: int, replicas: int) -> None:
-    ranks(size).run(bytes_that_travel, replicas)
-
-
-def strategies() -> None:
+@pytest.mark.parametrize("size", [2, at_night(4)])
+@on_ranks("size")
+def test_every_strategy() -> None:
     for k, (model, optimizer, _) in enumerate(every_strategy()):
         receivers = [
             Receiver(model, WeightSnapshot("cpu")),
@@ -198,11 +186,6 @@ def strategies() -> None:
         receivers[1].check()
 
 
-@pytest.mark.parametrize("size", [2, at_night(4)])
-def test_every_strategy(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(strategies)
-
-
 def by_rows(_: nn.Parameter) -> Shard:
     return Shard(0)
 
@@ -211,7 +194,9 @@ def by_columns(parameter: nn.Parameter) -> Shard:
     return Shard(min(1, parameter.ndim - 1))
 
 
-def positions_in_the_whole() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_positions_are_those_in_the_whole_tensor() -> None:
     """Single elements of parameters that are cut along rows, columns, and the middle of three dimensions."""
     for dim in (0, 1):
         torch.manual_seed(0)
@@ -243,15 +228,12 @@ def positions_in_the_whole() -> None:
             assert len(values) == len(positions)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_positions_are_those_in_the_whole_tensor(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(positions_in_the_whole)
-
-
-def stops(at: int, who: int) -> None:
+@pytest.mark.parametrize(("at", "who"), [(0, 0), (2, 1), (5, 0)])
+@on_ranks(2)
+def test_after_a_stream_that_was_closed_early_everything_is_sent(at: int, who: int) -> None:
     """Some of what was given before the stop goes back to what it was: only a stream that sends everything is right then."""
     mine = dist.get_rank() == who
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    model = sharded("mlp")
     receiver = Receiver(model, WeightSnapshot())
     receiver.take()
     before = [own.clone() for own in own_shards(model)]
@@ -271,16 +253,11 @@ def stops(at: int, who: int) -> None:
     assert receiver.take() == 0
 
 
-@pytest.mark.parametrize(("at", "who"), [(0, 0), (2, 1), (5, 0)])
-def test_after_a_stream_that_was_closed_early_everything_is_sent(ranks: StartRanks, at: int, who: int) -> None:
-    ranks(2).run(stops, at, who)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_what_is_wrong_is_one_error_on_every_rank() -> None:
     rank = dist.get_rank()
-    case = CASES["mlp"]
-    model = shard(seeded(case), case, "libfsdp", Options())
-    other = shard(seeded(CASES["tied"]), CASES["tied"], "libfsdp", Options())
+    model = sharded("mlp")
+    other = sharded("tied")
     snapshot, second = WeightSnapshot(), WeightSnapshot()
 
     def refused(text: str, of: nn.Module = model, **options: Any) -> None:
@@ -303,7 +280,7 @@ def refusals() -> None:
     refused("rank 0 has 'since nothing', rank 1 has 'since a snapshot", since=None if rank == 0 else snapshot)
     refused("rank 0 has .*, rank 1 has 'cannot export: .*since was used for", dtype=None if rank == 0 else BF16)
     with pytest.raises(libfsdp.Error, match="pass them to apply_changes"):
-        libfsdp.load_weights(seeded(case), full_weights(model, since=WeightSnapshot()))  # type: ignore[arg-type]
+        libfsdp.load_weights(seeded(CASES["mlp"]), full_weights(model, since=WeightSnapshot()))  # type: ignore[arg-type]
     third = full_weights(model, since=snapshot, bucket_bytes=1)
     assert third.changed_fraction == 0  # no refusal has changed what is known
     assert list(third) == []
@@ -313,28 +290,21 @@ def refusals() -> None:
     refused(r"'layers.0.weight' \[\d+, \d+\] Float, .*, where this stream has 'layers.0.weight' .* Double")
 
 
-def test_what_is_wrong_is_one_error_on_every_rank(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)
-
-
-def a_model_that_was_made_anew() -> None:
+@on_ranks(2)
+def test_a_snapshot_goes_on_with_a_resumed_model() -> None:
     """A snapshot says what receivers have, whatever the model is that goes on."""
-    case = CASES["mlp"]
-    receiver = Receiver(shard(seeded(case), case, "libfsdp", Options()), WeightSnapshot())
+    receiver = Receiver(sharded("mlp"), WeightSnapshot())
     receiver.take()
-    receiver.model = shard(seeded(case), case, "libfsdp", Options())
+    receiver.model = sharded("mlp")
     assert receiver.take() == 0
     own_shards(receiver.model)[0][:1] = 7
     assert 0 < receiver.take() < 1
     receiver.check()
 
 
-def test_a_snapshot_goes_on_with_a_resumed_model(ranks: StartRanks) -> None:
-    ranks(2).run(a_model_that_was_made_anew)
-
-
-def memory() -> None:
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+@on_ranks(2)
+def test_changes_are_counted_and_given_back() -> None:
+    model = sharded("mlp")
     receiver = Receiver(model, WeightSnapshot())
     before = libfsdp.memory_stats(model)
     receiver.take()
@@ -346,11 +316,9 @@ def memory() -> None:
     assert libfsdp.memory_stats(model)["gathered_parameters.live"] == before["gathered_parameters.live"]
 
 
-def test_changes_are_counted_and_given_back(ranks: StartRanks) -> None:
-    ranks(2).run(memory)
-
-
-def of_megatron(kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hfsdp")])
+@on_ranks("size")
+def test_behind_megatrons_interface(kind: str) -> None:
     for strategy in ("optim", "optim_grads_params")[kind == "hfsdp" :]:
         model: Any = shard_as_megatron(plain_model(), strategy, kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -364,11 +332,6 @@ def of_megatron(kind: str) -> None:
             optimizer.zero_grad()
         assert 0 < receiver.take() < 1
         receiver.check()
-
-
-@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hfsdp")])
-def test_behind_megatrons_interface(ranks: StartRanks, size: int, kind: str) -> None:
-    ranks(size).run(of_megatron, kind)
 
 
 # What a trainer and its receiver run, as docs/use/weights.md has it.
@@ -388,7 +351,8 @@ def receive(generator: nn.Module, buckets: Any) -> None:
     libfsdp.apply_changes(generator, buckets)
 
 
-def the_example() -> None:
+@on_ranks(2)
+def test_the_example_of_the_document() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device.TYPE)
     generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(BF16)
@@ -397,10 +361,6 @@ def the_example() -> None:
     batches = [torch.randn(3, 8, device=device.TYPE) for _ in range(4)]
     train(model, optimizer, batches, lambda bucket: receive(generator, [bucket]))
     assert_same_bits(dict(generator.state_dict()), whole(model, dtype=BF16))
-
-
-def test_the_example_of_the_document(ranks: StartRanks) -> None:
-    ranks(2).run(the_example)
 
 
 def changes_of(name: str = "weight", **fields: Any) -> list[list[WeightChange]]:

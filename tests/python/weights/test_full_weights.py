@@ -12,106 +12,55 @@ import torch
 import torch.distributed as dist
 from support import device
 from support.extended import EightBits
-from support.marks import at_night
-from support.ranks import StartRanks
+from support.marks import at_night, on_ranks
 from support.strategies import a_step, every_strategy
-from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
+from support.training import CASES, DEFAULT, Options, batch_of, full, make_optimizer, seeded, shard, sharded
+from support.weights import BF16, assert_exported, assert_same, gathered, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import libfsdp
 
-BF16 = torch.bfloat16
 
-
-def clones(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """All weights of a stream, copied; nothing comes twice."""
-    found: dict[str, Tensor] = {}
-    for bucket in libfsdp.full_weights(model, **options):
-        for name, tensor in bucket:
-            assert name not in found
-            assert tensor.is_contiguous()
-            assert bucket.flat is not None
-            assert tensor.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
-            found[name] = tensor.cpu().clone()
-    return found
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, put together as programs do it with FSDP2."""
-    return {name: full(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    assert found.keys() == expected.keys()
-    # The second name of a tied parameter comes right after the first.
-    assert [name for name in found if name != "head.weight"] == [name for name in expected if name != "head.weight"]
-    for name, value in expected.items():
-        wanted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        assert found[name].dtype == wanted.dtype, name
-        assert torch.equal(found[name], wanted), name
-
-
-def equal_state(case_name: str, options: Options) -> None:
-    case = CASES[case_name]
-    plain = {name: value.cpu() for name, value in seeded(case).state_dict().items()}
-    model = shard(seeded(case), case, "libfsdp", options)
-    assert_same(clones(model), plain)  # before the first forward
+@pytest.mark.parametrize(
+    ("size", "case", "options"),
+    [
+        *((2, case, DEFAULT) for case in ("mlp", "one_unit", "tied", "batch_norm", "nested", "odd_shapes", "unused")),
+        (2, "transformer", DEFAULT),
+        (2, "transformer", Options(compute=BF16, reduce=torch.float32)),
+        (2, "transformer", Options(offload=True)),
+        (2, "transformer", Options(reshard=False)),
+        *((4, case, options) for case in ("tied", "odd_shapes") for options in (DEFAULT, Options(replicas=2))),
+    ],
+)
+@on_ranks("size")
+def test_the_state_dict(case: str, options: Options) -> None:
+    plain = {name: value.cpu() for name, value in seeded(CASES[case]).state_dict().items()}
+    model = sharded(case, options)
+    assert_same(whole(model), plain)  # before the first forward
     optimizer = make_optimizer(options, model.parameters())
     for step in range(2):
-        a_step(model, case_name, step, optimizer)
+        a_step(model, case, step, optimizer)
         expected = gathered(model)
-        assert_same(clones(model), expected)
+        assert_same(whole(model), expected)
     assert not torch.equal(next(iter(expected.values())), next(iter(plain.values())))
     for bucket_bytes in (1, 1000):
-        assert_same(clones(model, bucket_bytes=bucket_bytes), expected)
-    assert_same(clones(model, dtype=BF16), expected, BF16)
-    of_first = clones(model, ranks="first", bucket_bytes=500)
-    assert_same(of_first, expected if dist.get_rank() == 0 else {})
-    a_step(model, case_name, 2, optimizer)
-    assert_same(clones(model), gathered(model))
-
-
-OPTIONS = {
-    "fsdp": Options(),
-    "bf16": Options(compute=BF16, reduce=torch.float32),
-    "offload": Options(offload=True),
-    "kept": Options(reshard=False),
-}
-
-
-@pytest.mark.parametrize("case", ["mlp", "one_unit", "tied", "batch_norm", "nested", "odd_shapes", "unused"])
-def test_the_state_dict_on_two_ranks(ranks: StartRanks, case: str) -> None:
-    ranks(2).run(equal_state, case, Options())
-
-
-@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
-def test_the_state_dict_with_options(ranks: StartRanks, options: Options) -> None:
-    ranks(2).run(equal_state, "transformer", options)
-
-
-@pytest.mark.parametrize("options", [Options(), Options(replicas=2)], ids=["fsdp", "hsdp"])
-@pytest.mark.parametrize("case", ["tied", "odd_shapes"])
-def test_the_state_dict_on_four_ranks(ranks: StartRanks, case: str, options: Options) -> None:
-    ranks(4).run(equal_state, case, options)
-
-
-def strategies() -> None:
-    for model, optimizer, _ in every_strategy():
-        expected = gathered(model)
-        for options in ({}, {"bucket_bytes": 700}, {"dtype": BF16}):
-            assert_same(clones(model, **options), expected, options.get("dtype"))
-        assert_same(clones(model, ranks="first"), expected if dist.get_rank() == 0 else {})
-        a_step(model, "transformer", 1, optimizer)
-        assert_same(clones(model), gathered(model))
+        assert_exported(model, expected, bucket_bytes)
+    a_step(model, case, 2, optimizer)
+    assert_same(whole(model), gathered(model))
 
 
 @pytest.mark.parametrize("size", [2, at_night(4)])
-def test_every_strategy(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(strategies)
+@on_ranks("size")
+def test_every_strategy() -> None:
+    for model, optimizer, _ in every_strategy():
+        assert_exported(model, gathered(model), 700)
+        a_step(model, "transformer", 1, optimizer)
+        assert_same(whole(model), gathered(model))
 
 
-def tensors_of_their_own() -> None:
+@on_ranks(2)
+def test_extended_and_complex_parameters_and_buffers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 5), nn.Linear(5, 3))
     model[1].weight = nn.Parameter(EightBits(model[1].weight.detach()))
@@ -123,56 +72,49 @@ def tensors_of_their_own() -> None:
         libfsdp.fully_shard(layer)
     libfsdp.fully_shard(model)
     for options in ({}, {"bucket_bytes": 8}):
-        assert_same(clones(model, **options), expected)
+        assert_same(whole(model, **options), expected)
     kept = {name for name, value in expected.items() if not value.is_floating_point()}
-    for name, value in clones(model, dtype=BF16).items():
+    for name, value in whole(model, dtype=BF16).items():
         assert value.dtype == (expected[name].dtype if name in kept else BF16)
 
 
-def test_extended_and_complex_parameters_and_buffers(ranks: StartRanks) -> None:
-    ranks(2).run(tensors_of_their_own)
-
-
-def blocks_without_a_root() -> None:
+@on_ranks(2)
+def test_modules_whose_root_is_not_sharded() -> None:
     case = CASES["transformer"]
     model: Any = seeded(case)
     expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     for block in model.blocks:
         libfsdp.fully_shard(block)
-    assert_same(clones(model), expected)
-    assert_same(clones(model, bucket_bytes=900, ranks="first"), expected if dist.get_rank() == 0 else {})
-    part = clones(model.blocks[1])
+    assert_same(whole(model), expected)
+    assert_same(whole(model, bucket_bytes=900, ranks="first"), expected if dist.get_rank() == 0 else {})
+    part = whole(model.blocks[1])
     assert_same(part, {name: expected["blocks.1." + name] for name in part})
     model(torch.zeros(2, 8, dtype=torch.long, device=device.TYPE)).sum().backward()
-    assert_same(clones(model), expected)
+    assert_same(whole(model), expected)
 
 
-def test_modules_whose_root_is_not_sharded(ranks: StartRanks) -> None:
-    ranks(2).run(blocks_without_a_root)
-
-
-def assigned() -> None:
+@on_ranks(2)
+def test_parameters_that_were_assigned() -> None:
     """State that was assigned since the last forward, of another dtype at last, for which units are made again."""
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    model = sharded("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     a_step(model, "mlp", 0, optimizer)
     for dtype in (torch.float32, torch.float64):
         state = {name: (2 * value.detach()).to(dtype) for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
         expected = {name: full(value) for name, value in state.items()}
-        assert_same(clones(model), expected)
+        assert_same(whole(model), expected)
         assert_same(gathered(model), expected)
     model(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
-    assert_same(clones(model), expected)
+    assert_same(whole(model), expected)
 
 
-def test_parameters_that_were_assigned(ranks: StartRanks) -> None:
-    ranks(2).run(assigned)
-
-
-def least_bytes(case: str) -> None:
+@pytest.mark.parametrize("case", ["mlp", "tied"])
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_the_least_bytes_and_two_buckets(case: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = shard(seeded(CASES[case]), CASES[case], "libfsdp", Options())
+    model = sharded(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     a_step(model, case, 0, optimizer)
     own = sum(p._local_tensor.numel() * 4 for p in model.parameters())
@@ -180,7 +122,7 @@ def least_bytes(case: str) -> None:
 
     def sent(**options: Any) -> int:
         before, memory = libfsdp.wire_stats(model), libfsdp.memory_stats(model)
-        clones(model, **options)
+        whole(model, **options)
         after = libfsdp.memory_stats(model)
         assert after["gathered_parameters.live"] == memory["gathered_parameters.live"]
         assert after["total.live"] == memory["total.live"]
@@ -200,39 +142,39 @@ def least_bytes(case: str) -> None:
     assert 0 < peak <= 2 * ((largest + 63) // 64 * 64)
 
 
-@pytest.mark.parametrize("case", ["mlp", "tied"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_least_bytes_and_two_buckets(ranks: StartRanks, size: int, case: str) -> None:
-    ranks(size).run(least_bytes, case)
-
-
-def between_microbatches(reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_between_microbatches(reshard: bool | None) -> None:
     case, results = CASES["transformer"], []
     for exports in (False, True):
-        model = shard(seeded(case), case, "libfsdp", Options(reshard=reshard))
-        optimizer = make_optimizer(Options(), model.parameters())
+        model = sharded("transformer", Options(reshard=reshard))
+        optimizer = make_optimizer(DEFAULT, model.parameters())
         before = gathered(model)
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             case.loss(model, batch_of(case, 0, micro, dist.get_rank())).backward()
             if exports:
-                assert_same(clones(model, bucket_bytes=4000), before)
+                assert_same(whole(model, bucket_bytes=4000), before)
         optimizer.step()
         results.append(gathered(model))
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("reshard", [None, False])
-def test_between_microbatches(ranks: StartRanks, reshard: bool | None) -> None:
-    ranks(2).run(between_microbatches, reshard)
+    assert_same(results[1], results[0])
 
 
 class TheirOwn(Exception):
     """What a consumer raises."""
 
 
-def stops(how: str, at: int, who: int) -> None:
-    model, twin = (shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options()) for _ in range(2))
+@pytest.mark.parametrize(
+    ("how", "at", "who"),
+    [
+        *((how, *one) for how in ("closes", "raises", "sleeps") for one in ((0, 0), (1, 1), (3, 0), (4, 1), (5, 0))),
+        *(("leaves", *one) for one in ((0, 1), (2, 0), (4, 1))),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_may_stop_or_wait(how: str, at: int, who: int) -> None:
+    """A forward ends a stream that is left open."""
+    model, twin = (sharded("mlp") for _ in range(2))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
     for one, optimizer in zip((model, twin), optimizers, strict=True):
         a_step(one, "mlp", 0, optimizer)
@@ -272,18 +214,7 @@ def stops(how: str, at: int, who: int) -> None:
         for one, optimizer in zip((model, twin), optimizers, strict=True):
             a_step(one, "mlp", step, optimizer)
     assert_same(gathered(model), gathered(twin))
-    assert_same(clones(model), gathered(twin))
-
-
-@pytest.mark.parametrize(("at", "who"), [(0, 0), (1, 1), (3, 0), (4, 1), (5, 0)])
-@pytest.mark.parametrize("how", ["closes", "raises", "sleeps"])
-def test_a_rank_may_stop_or_wait(ranks: StartRanks, how: str, at: int, who: int) -> None:
-    ranks(2).run(stops, how, at, who)
-
-
-@pytest.mark.parametrize(("at", "who"), [(0, 1), (2, 0), (4, 1)])
-def test_a_forward_ends_a_stream_that_was_left_open(ranks: StartRanks, at: int, who: int) -> None:
-    ranks(2).run(stops, "leaves", at, who)
+    assert_same(whole(model), gathered(twin))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
@@ -313,26 +244,39 @@ def copies_into_a_buffer(model: nn.Module, _: torch.optim.Optimizer, __: dict[st
 
 
 Write = Callable[[nn.Module, torch.optim.Optimizer, Any], None]
+WRITES = [steps, loads_a_state_dict, loads, copies_into_a_parameter, copies_into_a_shard, copies_into_a_buffer]
 
 
-def writes(write: Write, at: int, who: int | None, source: bool, folder: Path) -> None:
-    """Between two buckets, some rank or all of them write to the model: nobody gets weights of two moments."""
+@pytest.mark.parametrize(
+    ("size", "write", "at", "who", "source"),
+    [
+        # All ranks load.
+        *((2, write, 2, who, False) for write in WRITES for who in (None, 1) if write is not loads or who is None),
+        *((4, copies_into_a_shard, at, 1, False) for at in (0, 5)),  # behind the first bucket, and before the last
+        *((2, write, 1, None, True) for write in (steps, copies_into_a_shard)),
+    ],
+)
+@on_ranks("size")
+def test_a_write_between_two_buckets_is_an_error_on_all_ranks(
+    write: Write, at: int, who: int | None, source: bool, tmp_path: Path
+) -> None:
+    """Some rank or all of them write to the model: nobody gets weights of two moments."""
+    folder = tmp_path / "checkpoint"
     model = seeded(CASES["mlp"])
     model.register_buffer("counted", torch.zeros(4))
-    model = shard(model, CASES["mlp"], "libfsdp", Options())
-    optimizer = make_optimizer(Options(), model.parameters())
+    model = shard(model, CASES["mlp"], "libfsdp", DEFAULT)
+    optimizer = make_optimizer(DEFAULT, model.parameters())
     a_step(model, "mlp", 0, optimizer)
     libfsdp.save(folder, model)
     earlier: Any = {k: v.detach().clone() for k, v in model.state_dict().items()}
     a_step(model, "mlp", 1, optimizer)
     CASES["mlp"].loss(model, batch_of(CASES["mlp"], 0, 2, dist.get_rank())).backward()
-    before = clones(model)
+    before = whole(model)
     mine = who is None or dist.get_rank() == who
     is_noticed = write in (steps, loads_a_state_dict, loads)  # by the one who writes
     got: dict[str, torch.Tensor] = {}
     seen: BaseException | None = None
-    whole = libfsdp.WeightSource if source else libfsdp.full_weights
-    weights: Any = whole(model, bucket_bytes=1)
+    weights: Any = (libfsdp.WeightSource if source else libfsdp.full_weights)(model, bucket_bytes=1)
     taken = 0
     try:
         for bucket in weights:
@@ -351,38 +295,16 @@ def writes(write: Write, at: int, who: int | None, source: bool, folder: Path) -
         assert "was written while the weights were exported" in str(seen)
     assert set(got) < set(before)
     assert_same(got, {name: before[name] for name in got})
-    after = clones(model)
+    after = whole(model)
     assert_same(after, gathered(model))
     if is_noticed:  # Nothing was written.
         assert_same(after, before)
 
 
-WRITES = [steps, loads_a_state_dict, loads, copies_into_a_parameter, copies_into_a_shard, copies_into_a_buffer]
-
-
-@pytest.mark.parametrize(
-    ("write", "who"),
-    [(write, who) for write in WRITES for who in (None, 1) if write is not loads or who is None],  # All ranks load.
-)
-def test_a_write_between_two_buckets_is_an_error_on_all_ranks(
-    ranks: StartRanks, write: Write, who: int | None, tmp_path: Path
-) -> None:
-    ranks(2).run(writes, write, 2, who, False, tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("at", [0, 5])
-def test_also_behind_the_first_bucket_and_before_the_last(ranks: StartRanks, at: int, tmp_path: Path) -> None:
-    ranks(4).run(writes, copies_into_a_shard, at, 1, False, tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("write", [steps, copies_into_a_shard])
-def test_the_same_of_a_source(ranks: StartRanks, write: Write, tmp_path: Path) -> None:
-    ranks(2).run(writes, write, 1, None, True, tmp_path / "checkpoint")
-
-
-def raises_in_a_loop_without_a_name() -> None:
+@on_ranks(2)
+def test_an_exception_closes_a_stream_without_a_name() -> None:
     """The iterator is collected as the exception leaves the loop, which closes it."""
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    model = sharded("mlp")
     seen: BaseException | None = None
     try:
         for k, _ in enumerate(libfsdp.full_weights(model, bucket_bytes=1)):
@@ -391,28 +313,22 @@ def raises_in_a_loop_without_a_name() -> None:
     except (TheirOwn, libfsdp.Error) as error:
         seen = error
     assert type(seen) is (TheirOwn if dist.get_rank() == 0 else libfsdp.Error)
-    assert_same(clones(model), gathered(model))
+    assert_same(whole(model), gathered(model))
 
 
-def test_an_exception_closes_a_stream_without_a_name(ranks: StartRanks) -> None:
-    ranks(2).run(raises_in_a_loop_without_a_name)
-
-
-def earlier_buckets() -> None:
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+@on_ranks(2)
+def test_a_tensor_of_an_earlier_bucket_is_an_error() -> None:
+    model = sharded("mlp")
     kept = [bucket[0][1] for bucket in libfsdp.full_weights(model, bucket_bytes=1)]
     for tensor in kept:
         with pytest.raises(RuntimeError, match=r"belongs to an earlier bucket|storage"):
             tensor.add(1)
 
 
-def test_a_tensor_of_an_earlier_bucket_is_an_error(ranks: StartRanks) -> None:
-    ranks(2).run(earlier_buckets)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_what_is_wrong_is_one_error_on_every_rank() -> None:
     rank = dist.get_rank()
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    model = sharded("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     a_step(model, "mlp", 0, optimizer)
 
@@ -432,10 +348,10 @@ def refusals() -> None:
     refused("no parameter or buffer 'layers.1'", names=[f"layers.{rank}.bias"] if rank == 0 else ["layers.1"])
     refused("rank 0 has 'ranks all', rank 1 has 'ranks the first'", ranks="all" if rank == 0 else "first")
     refused("bucket_bytes must be an int", bucket_bytes=None if rank == 0 else 9)
-    some = clones(model, names=["layers.2.bias", "layers.0.weight"])
+    some = whole(model, names=["layers.2.bias", "layers.0.weight"])
     assert_same(some, {name: value for name, value in gathered(model).items() if name in some})
     assert len(some) == 2
-    assert clones(model, names=[]) == {}
+    assert whole(model, names=[]) == {}
 
     def fails_on_one(name: str) -> str:
         if rank == 1:
@@ -466,21 +382,18 @@ def refusals() -> None:
     InBackward.apply(model(torch.randn(5, 6))).sum().backward()
 
 
-def test_what_is_wrong_is_one_error_on_every_rank(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)
-
-
-def renamed() -> None:
+@on_ranks(2)
+def test_names_of_the_receiver() -> None:
     """names are those of the model; what comes has the receiver's, a tied parameter all of them."""
     for case in ("tied", "batch_norm"):
-        model = shard(seeded(CASES[case]), CASES[case], "libfsdp", Options())
+        model = sharded(case)
         a_step(model, case, 0, torch.optim.SGD(model.parameters(), lr=0.1))
         expected = {f"engine.{name}": value for name, value in gathered(model).items()}
-        found = clones(model, rename="engine.{}".format, bucket_bytes=700)
+        found = whole(model, rename="engine.{}".format, bucket_bytes=700)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         some = list(expected)[1::2]
-        only = clones(model, rename="engine.{}".format, names=[name.removeprefix("engine.") for name in some])
+        only = whole(model, rename="engine.{}".format, names=[name.removeprefix("engine.") for name in some])
         assert only.keys() == set(some)
     snapshot = libfsdp.WeightSnapshot()
     for _ in range(2):
@@ -488,7 +401,3 @@ def renamed() -> None:
             assert all(change.name in expected for change in bucket)
     with pytest.raises(libfsdp.Error, match=r"since was used for 'engine\."):
         libfsdp.full_weights(model, since=snapshot)
-
-
-def test_names_of_the_receiver(ranks: StartRanks) -> None:
-    ranks(2).run(renamed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -11,69 +12,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from support import hugging_face
-from support.marks import at_night, needs_transformers
+from support.marks import at_night, needs_transformers, on_ranks
 from support.ranks import PRELOADED, RankError, Ranks, StartRanks
 from support.strategies import a_step
-from support.training import CASES, Options, full, make_optimizer, seeded, shard
-from torch import Tensor, nn
+from support.training import CASES, DEFAULT, Options, make_optimizer, seeded, sharded
+from support.weights import BF16, assert_exported, gathered, whole
+from support.weights import assert_same as assert_same_in_order
 
 import libfsdp
 
 # It takes seconds of a processor, and each rank would do it by itself.
 PRELOADED.append("transformers.models.llama.modeling_llama")
 
-BF16 = torch.bfloat16
 FAMILIES = [f"hf_{name}" for name in hugging_face.CASES]
 
 
-def whole(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """All weights of a stream, copied."""
-    return {
-        name: tensor.cpu().clone() for bucket in libfsdp.full_weights(model, **options) for name, tensor in bucket
-    }
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, put together as programs do it with FSDP2."""
-    return {name: full(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value.to(dtype) if dtype and value.is_floating_point() else value), name
-
-
-def of_single_process(case_name: str, options: Options) -> None:
-    case = CASES[case_name]
-    ours, theirs = (shard(seeded(case), case, implementation, options) for implementation in ("libfsdp", "fsdp2"))
-    assert_same(whole(ours), {name: value.cpu() for name, value in seeded(case).state_dict().items()})
-    optimizers = [make_optimizer(options, model.parameters()) for model in (ours, theirs)]
-    for step in range(2):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            a_step(model, case_name, step, optimizer)
-        expected = gathered(ours)
-        if dist.get_world_size() < 3:  # where sums have one order
-            assert_same(expected, gathered(theirs))
-        for export in ({}, {"bucket_bytes": 2000}, {"dtype": BF16}):
-            assert_same(whole(ours, **export), expected, export.get("dtype"))
-        assert_same(whole(ours, ranks="first"), expected if dist.get_rank() == 0 else {})
-    # Of FSDP2's model itself, whose values come into ours.
-    ours.load_state_dict(theirs.state_dict())
-    assert_same(whole(ours), gathered(theirs))
-
-
+assert_same = functools.partial(assert_same_in_order, in_order=False)
 FEW_MODELS = [("hf_llama", 2), ("hf_mixtral", 4)]
 OTHERS = [(case, size) for case in FAMILIES for size in (1, 2, 3, 4) if (case, size) not in FEW_MODELS]
 
 
 @needs_transformers
-@pytest.mark.parametrize(("case", "size"), FEW_MODELS + [at_night(case, size) for case, size in OTHERS])
-def test_models_of_transformers(ranks: StartRanks, case: str, size: int) -> None:
-    ranks(size).run(of_single_process, case, Options())
+@pytest.mark.parametrize(("name", "size"), FEW_MODELS + [at_night(case, size) for case, size in OTHERS])
+@on_ranks("size")
+def test_models_of_transformers(name: str) -> None:
+    ours, theirs = (sharded(name, implementation=implementation) for implementation in ("libfsdp", "fsdp2"))
+    assert_same(whole(ours), {key: value.cpu() for key, value in seeded(CASES[name]).state_dict().items()})
+    optimizers = [make_optimizer(DEFAULT, model.parameters()) for model in (ours, theirs)]
+    for step in range(2):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            a_step(model, name, step, optimizer)
+        expected = gathered(ours)
+        if dist.get_world_size() < 3:  # where sums have one order
+            assert_same(expected, gathered(theirs))
+        assert_exported(ours, expected, 2000, in_order=False)
+    # Of FSDP2's model itself, whose values come into ours.
+    ours.load_state_dict(theirs.state_dict())
+    assert_same(whole(ours), gathered(theirs))
 
 
 class TheirOwn(Exception):
@@ -100,8 +77,8 @@ def plan_of(seed: int) -> dict[str, Any]:
 def misbehave(seed: int, folder: str) -> None:
     plan = plan_of(seed)
     how, who, case_name = plan["how"], plan["who"], plan["case"]
-    case, mine = CASES[case_name], dist.get_rank() == plan["who"]
-    model, twin = (shard(seeded(case), case, "libfsdp", plan["options"]) for _ in range(2))
+    mine = dist.get_rank() == who
+    model, twin = (sharded(case_name, plan["options"]) for _ in range(2))
     optimizers = [make_optimizer(plan["options"], one.parameters()) for one in (model, twin)]
     for one, optimizer in zip((model, twin), optimizers, strict=True):
         a_step(one, case_name, 0, optimizer)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.marks import needs_in_torch
-from support.ranks import StartRanks
+from support.marks import needs_in_torch, on_ranks
+from support.weights import BF16, assert_exported, assert_same, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,7 +20,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import libfsdp
 from libfsdp import WeightSnapshot, apply_changes, full_weights
 
-BF16 = torch.bfloat16
 FUSED = _StridedShard(0, split_factor=3)  # of q, k and v alike
 
 
@@ -28,19 +27,6 @@ FUSED = _StridedShard(0, split_factor=3)  # of q, k and v alike
 def mesh_of(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     """Made once on each rank: torch keeps specifications of DTensors by meshes that are equal, and wants the same one of all."""
     return init_device_mesh(device.TYPE, sizes, mesh_dim_names=names)
-
-
-def whole(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """All weights of a stream, copied."""
-    return {name: tensor.cpu().clone() for bucket in full_weights(model, **options) for name, tensor in bucket}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        wanted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        assert found[name].dtype == wanted.dtype, name
-        assert torch.equal(found[name], wanted), name
 
 
 class Parameters(nn.Module):
@@ -93,13 +79,16 @@ def cut_model(kind: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     return libfsdp.fully_shard(model, mesh=mesh["dp"], **options), expected
 
 
-def equal(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in CUTS), *(("rows", {"placements": one}) for one in ("no_shard", "optim", "optim_grads"))],
+)
+@on_ranks(4)
+def test_the_weights_before_all_cuts(kind: str, options: dict[str, Any]) -> None:
     model, expected = cut_model(kind, **options)
     for _ in range(2):
-        for bucket_bytes in (1, 150, 1 << 20):
-            assert_same(whole(model, bucket_bytes=bucket_bytes), expected)
-        assert_same(whole(model, dtype=BF16), expected, BF16)
-        assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})
+        for bucket_bytes in (1, 150):
+            assert_exported(model, expected, bucket_bytes)
         assert_same(whole(model, ranks="one_per_host", bucket_bytes=150), expected if dist.get_rank() == 0 else {})
         some = list(expected)[1::2]
         assert_same(whole(model, names=some), {name: expected[name] for name in some})
@@ -109,27 +98,6 @@ def equal(kind: str, options: dict[str, Any]) -> None:
         expected = {name: value if name == "count" else -2 * value for name, value in expected.items()}
     source = libfsdp.WeightSource(model)
     assert source.metadata() == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
-
-
-@pytest.mark.parametrize("kind", list(CUTS))
-def test_the_weights_before_all_cuts(ranks: StartRanks, kind: str) -> None:
-    ranks(4).run(equal, kind, {})
-
-
-@pytest.mark.parametrize("placements", ["no_shard", "optim", "optim_grads"])
-def test_other_strategies(ranks: StartRanks, placements: str) -> None:
-    ranks(4).run(equal, "rows", {"placements": placements})
-
-
-def several_dimensions(placements: list[Any]) -> None:
-    mesh = mesh_of(("dp", "ep", "tp"), (1, 2, 2))
-    model = Parameters().to(device.TYPE)
-    expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-    cut(model, mesh["ep", "tp"], dict.fromkeys(("rows", "columns", "odd", "qkv", "cube"), placements))
-    libfsdp.fully_shard(model, mesh=mesh["dp"])
-    for options in ({}, {"bucket_bytes": 1}, {"dtype": BF16}):
-        assert_same(whole(model, **options), expected, options.get("dtype"))
-    assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})
 
 
 @pytest.mark.parametrize(
@@ -143,25 +111,28 @@ def several_dimensions(placements: list[Any]) -> None:
     ],
     ids=str,
 )
-def test_several_dimensions_that_cut(ranks: StartRanks, placements: list[Any]) -> None:
-    ranks(4).run(several_dimensions, placements)
+@on_ranks(4)
+def test_several_dimensions_that_cut(placements: list[Any]) -> None:
+    mesh = mesh_of(("dp", "ep", "tp"), (1, 2, 2))
+    model = Parameters().to(device.TYPE)
+    expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    cut(model, mesh["ep", "tp"], dict.fromkeys(("rows", "columns", "odd", "qkv", "cube"), placements))
+    libfsdp.fully_shard(model, mesh=mesh["dp"])
+    assert_exported(model, expected, 1)
 
 
-def replicas() -> None:
+@on_ranks(4)
+def test_replicas() -> None:
     mesh = mesh_of(("replicate", "shard", "tp"), (2, 1, 2))
     model = Parameters().to(device.TYPE)
     expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     cut(model, mesh["tp"], {"rows": [Shard(0)], "odd": [Shard(1)]})
     libfsdp.fully_shard(model, mesh=mesh["replicate", "shard"])
-    assert_same(whole(model, bucket_bytes=150), expected)
-    assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})
+    assert_exported(model, expected, 150)
 
 
-def test_replicas(ranks: StartRanks) -> None:
-    ranks(4).run(replicas)
-
-
-def trained() -> None:
+@on_ranks(4)
+def test_a_model_that_trains() -> None:
     """A model that computes, as PyTorch's tutorial cuts it, with frozen and tied parameters."""
     mesh = mesh_of(("dp", "tp"), (2, 2))
     torch.manual_seed(0)
@@ -191,11 +162,8 @@ def trained() -> None:
         assert torch.equal(found["0.weight"], found["4.weight"])
 
 
-def test_a_model_that_trains(ranks: StartRanks) -> None:
-    ranks(4).run(trained)
-
-
-def experts() -> None:
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own() -> None:
     """Experts on one mesh, the rest on another one of the same ranks."""
     flat = mesh_of(("fsdp",), (4,))
     mesh = mesh_of(("efsdp", "ep"), (2, 2))
@@ -213,28 +181,7 @@ def experts() -> None:
 
     with pytest.raises(libfsdp.Error, match="rename failed"):  # Before any export, which makes views of meshes.
         full_weights(model, rename=fails_on_one)
-    for options in ({}, {"bucket_bytes": 100}, {"dtype": BF16}):
-        assert_same(whole(model, **options), expected, options.get("dtype"))
-    assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})
-    receive_changes(model)
-
-
-def test_experts_on_a_mesh_of_their_own(ranks: StartRanks) -> None:
-    ranks(4).run(experts)
-
-
-def on_one_mesh(names: tuple[str, str], dims: dict[str, str]) -> None:
-    mesh = mesh_of(names, (2, 2))
-    model = Parameters().to(device.TYPE)
-    expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-    placements: dict[str, list[Any]] = {name: [Replicate(), Replicate()] for name, _ in model.named_parameters()}
-    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("odd", Shard(0))):
-        placements[name][names.index("tp")] = placement
-    cut(model, mesh, placements)
-    libfsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=torch.distributed.fsdp.DataParallelMeshDims(**dims))
-    for options in ({}, {"bucket_bytes": 100}, {"dtype": BF16}):
-        assert_same(whole(model, **options), expected, options.get("dtype"))
-    assert_same(whole(model, ranks="first"), expected if dist.get_rank() == 0 else {})
+    assert_exported(model, expected, 100)
     receive_changes(model)
 
 
@@ -244,8 +191,18 @@ def on_one_mesh(names: tuple[str, str], dims: dict[str, str]) -> None:
     [(("dp", "tp"), {"shard": "dp"}), (("tp", "dp"), {"shard": "dp"}), (("dp", "tp"), {"replicate": "dp"})],
     ids=["dp_tp", "tp_dp", "ddp_tp"],
 )
-def test_dtensors_on_a_mesh_of_all_ranks(ranks: StartRanks, names: tuple[str, str], dims: dict[str, str]) -> None:
-    ranks(4).run(on_one_mesh, names, dims)
+@on_ranks(4)
+def test_dtensors_on_a_mesh_of_all_ranks(names: tuple[str, str], dims: dict[str, str]) -> None:
+    mesh = mesh_of(names, (2, 2))
+    model = Parameters().to(device.TYPE)
+    expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    placements: dict[str, list[Any]] = {name: [Replicate(), Replicate()] for name, _ in model.named_parameters()}
+    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("odd", Shard(0))):
+        placements[name][names.index("tp")] = placement
+    cut(model, mesh, placements)
+    libfsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=torch.distributed.fsdp.DataParallelMeshDims(**dims))
+    assert_exported(model, expected, 100)
+    receive_changes(model)
 
 
 def disturb(model: nn.Module, share: float, generator: torch.Generator) -> None:
@@ -283,22 +240,17 @@ def receive_changes(model: nn.Module, *, in_boxes: bool = True) -> None:
         assert seen == ({False, True} if receives else set())
 
 
-@pytest.mark.parametrize("kind", ["rows", "columns"])
-def test_what_has_changed(ranks: StartRanks, kind: str) -> None:
-    ranks(4).run(changes, kind, True)
-
-
-@pytest.mark.parametrize("kind", ["fused", "fused_columns"])
-def test_what_has_changed_in_fused_weights(ranks: StartRanks, kind: str) -> None:
-    ranks(4).run(changes, kind, False)
-
-
-def changes(kind: str, in_boxes: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "in_boxes"), [("rows", True), ("columns", True), ("fused", False), ("fused_columns", False)]
+)
+@on_ranks(4)
+def test_what_has_changed(kind: str, in_boxes: bool) -> None:
     model, _ = cut_model(kind)
     receive_changes(model, in_boxes=in_boxes)
 
 
-def least_bytes() -> None:
+@on_ranks(4)
+def test_the_least_bytes_and_memory() -> None:
     mesh = mesh_of(("dp", "tp"), (2, 2))
     model: Any = Parameters().to(device.TYPE)
     del model.alike, model.bias
@@ -339,11 +291,9 @@ def least_bytes() -> None:
     assert sent(bucket_bytes=300, ranks="first") == (straight if device.TYPE == "cpu" else to_rows + to_first)
 
 
-def test_the_least_bytes_and_memory(ranks: StartRanks) -> None:
-    ranks(4).run(least_bytes)
-
-
-def stops(at: int, who: int) -> None:
+@pytest.mark.parametrize(("at", "who"), [(0, 3), (2, 0), (3, 1)])
+@on_ranks(4)
+def test_a_rank_may_stop(at: int, who: int) -> None:
     """One rank stops: the others learn it, those in other rows, too."""
     model, expected = cut_model("rows")
     buckets = len(full_weights(model, bucket_bytes=1, names=None))
@@ -363,12 +313,8 @@ def stops(at: int, who: int) -> None:
     assert_same(whole(model), expected)
 
 
-@pytest.mark.parametrize(("at", "who"), [(0, 3), (2, 0), (3, 1)])
-def test_a_rank_may_stop(ranks: StartRanks, at: int, who: int) -> None:
-    ranks(4).run(stops, at, who)
-
-
-def refusals() -> None:
+@on_ranks(4)
+def test_what_is_wrong_is_one_error_on_every_rank() -> None:
     model, expected = cut_model("rows")
     rank = dist.get_rank()
 
@@ -383,20 +329,6 @@ def refusals() -> None:
     refused("bucket_bytes must be an int", bucket_bytes="5" if rank == 3 else 5)
 
 
-def test_what_is_wrong_is_one_error_on_every_rank(ranks: StartRanks) -> None:
-    ranks(4).run(refusals)
-
-
-def strange_pieces() -> None:
-    mesh = mesh_of(("dp", "tp"), (2, 2))
-    for make in (_other_sizes, _other_rows):
-        model = nn.Linear(4, 8, bias=False).to(device.TYPE)
-        model.weight = nn.Parameter(make(mesh["tp"]))
-        libfsdp.fully_shard(model, mesh=mesh["dp"])
-        with pytest.raises(libfsdp.Error, match=r"parameter 'weight' of \[8, 4\] has a piece of .* and by its placements"):
-            full_weights(model)
-
-
 def _other_sizes(mesh: DeviceMesh) -> DTensor:
     rows = 2 if mesh.get_local_rank() == 0 else 6
     local = torch.randn(rows, 4, device=device.TYPE)
@@ -408,11 +340,19 @@ def _other_rows(mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1))
 
 
-def test_pieces_that_are_not_those_of_the_placements(ranks: StartRanks) -> None:
-    ranks(4).run(strange_pieces)
+@on_ranks(4)
+def test_pieces_that_are_not_those_of_the_placements() -> None:
+    mesh = mesh_of(("dp", "tp"), (2, 2))
+    for make in (_other_sizes, _other_rows):
+        model = nn.Linear(4, 8, bias=False).to(device.TYPE)
+        model.weight = nn.Parameter(make(mesh["tp"]))
+        libfsdp.fully_shard(model, mesh=mesh["dp"])
+        with pytest.raises(libfsdp.Error, match=r"parameter 'weight' of \[8, 4\] has a piece of .* and by its placements"):
+            full_weights(model)
 
 
-def others() -> None:
+@on_ranks(4)
+def test_tensors_of_no_unit() -> None:
     """DTensors that no unit has."""
     mesh = mesh_of(("dp", "tp"), (2, 2))
     model: Any = Parameters().to(device.TYPE)
@@ -421,11 +361,4 @@ def others() -> None:
     model.register_buffer("table", distribute_tensor(torch.arange(12.0).view(4, 3), mesh["tp"], [Shard(0)]))
     expected["table"] = torch.arange(12.0).view(4, 3)
     libfsdp.fully_shard(model, mesh=mesh["dp"], ignored_params={model.rows, model.odd})
-    assert_same(whole(model), expected)
-    assert_same(whole(model, ranks="first", bucket_bytes=1), expected if dist.get_rank() == 0 else {})
-
-
-def test_tensors_of_no_unit(ranks: StartRanks) -> None:
-    ranks(4).run(others)
-
-
+    assert_exported(model, expected, 1)

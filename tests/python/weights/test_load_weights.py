@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import clients, hugging_face
-from support.ranks import StartRanks
-from support.training import CASES, Options, batch_of, full, seeded, shard
+from support.marks import needs_transformers, on_ranks
+from support.strategies import a_step
+from support.training import CASES, batch_of, full, sharded
+from support.weights import gathered
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -170,15 +172,12 @@ def test_modules_that_cannot_be_filled() -> None:
     refused(r"'first.weight' is on the meta device: call module.to_empty", [], module)
 
 
-def of_sharded_modules() -> None:
+@on_ranks(2)
+def test_sharded_modules_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     module = Net()
     module.second.weight = nn.Parameter(distribute_tensor(module.second.weight.detach(), mesh))
     refused(r"'second.weight' is a DTensor: only ordinary modules can be filled", [], module)
-
-
-def test_sharded_modules_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(of_sharded_modules)
 
 
 def test_what_hooks_put_into_a_state_dict_is_not_loaded() -> None:
@@ -189,39 +188,35 @@ def test_what_hooks_put_into_a_state_dict_is_not_loaded() -> None:
     refused("no parameter or buffer 'made'", [("made", torch.zeros(1))], module)
 
 
-def of_a_stream(case_name: str) -> None:
-    case = CASES[case_name]
-    model = shard(seeded(case), case, "libfsdp", Options())
+@pytest.mark.parametrize(
+    "name", ["tied", "batch_norm", "odd_shapes", *(pytest.param(c, marks=needs_transformers) for c in CASES if "llama" in c)]
+)
+@on_ranks(2)
+def test_weights_of_a_sharded_model(name: str) -> None:
+    model = sharded(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    receiver = case.build()
+    receiver = CASES[name].build()
     for step in range(2):
-        case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(model, name, step, optimizer)
         libfsdp.load_weights(receiver, libfsdp.full_weights(model, bucket_bytes=1000))
-        assert_equal(receiver, {name: full(v) for name, v in model.state_dict().items() if isinstance(v, Tensor)})
+        assert_equal(receiver, gathered(model))
     of_first: Any = libfsdp.full_weights(model, dtype=torch.bfloat16, ranks="first")
     if dist.get_rank() == 0:
         libfsdp.load_weights(receiver, of_first)
     else:
         assert [list(bucket) for bucket in of_first] == [[]] * len(of_first)
-    for name, value in receiver.state_dict().items():
-        whole = full(model.state_dict()[name])
+    for key, value in receiver.state_dict().items():
+        whole = full(model.state_dict()[key])
         wanted = whole.bfloat16() if dist.get_rank() == 0 and whole.is_floating_point() else whole
-        assert torch.equal(value, wanted.to(value.dtype)), name
+        assert torch.equal(value, wanted.to(value.dtype)), key
 
 
-@pytest.mark.parametrize("case", ["tied", "batch_norm", "odd_shapes", *sorted(c for c in CASES if "llama" in c)])
-def test_weights_of_a_sharded_model(ranks: StartRanks, case: str) -> None:
-    if case.startswith("hf_") and not hugging_face.available():
-        pytest.skip("transformers is not installed")
-    ranks(2).run(of_a_stream, case)
-
-
-def stops_early(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["stream", "generator", "names"])
+@on_ranks(2)
+def test_a_receiver_that_does_not_fit_stops_the_stream(kind: str) -> None:
     """One rank's module does not fit: the others get an error, and training goes on."""
     case = CASES["mlp"]
-    model = shard(seeded(case), case, "libfsdp", Options())
+    model = sharded("mlp")
     receiver = case.build()
     if dist.get_rank() == 0 and kind != "names":
         receiver.layers[0] = nn.Linear(1, 1)
@@ -238,12 +233,9 @@ def stops_early(kind: str) -> None:
     libfsdp.load_weights(case.build(), libfsdp.full_weights(model))
 
 
-@pytest.mark.parametrize("kind", ["stream", "generator", "names"])
-def test_a_receiver_that_does_not_fit_stops_the_stream(ranks: StartRanks, kind: str) -> None:
-    ranks(2).run(stops_early, kind)
-
-
-def adapters_alone() -> None:
+@pytest.mark.skipif(not clients.installed_packages("transformers", "peft"), reason="needs transformers and peft")
+@on_ranks(2)
+def test_adapters_alone() -> None:
     from peft import LoraConfig, get_peft_model
 
     def make() -> Any:
@@ -272,11 +264,6 @@ def adapters_alone() -> None:
     for name, value in generator.state_dict().items():
         assert torch.equal(value, full(model.state_dict()[name])), name
         assert torch.equal(value, base[name]) == (name not in adapters), name
-
-
-@pytest.mark.skipif(not clients.installed_packages("transformers", "peft"), reason="needs transformers and peft")
-def test_adapters_alone(ranks: StartRanks) -> None:
-    ranks(2).run(adapters_alone)
 
 
 def test_an_error_of_the_iterator_passes() -> None:

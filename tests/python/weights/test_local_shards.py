@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from support import device
 from support.boxes import reassembled
 from support.extended import EightBits
-from support.marks import at_night
-from support.ranks import StartRanks
+from support.marks import at_night, on_ranks
 from support.strategies import a_step, every_strategy
-from support.training import CASES, Options, batch_of, full, make_optimizer, seeded, shard
+from support.training import CASES, Options, batch_of, full, make_optimizer, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,16 +42,20 @@ def assert_whole(model: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def cases() -> None:
+@pytest.mark.parametrize("size", [at_night(2), 4])
+@on_ranks("size")
+def test_all_boxes_are_the_state_dict() -> None:
     for name in ("tied", "nested", "odd_shapes"):
         for options in (Options(), Options(offload=True)):
-            model = shard(seeded(CASES[name]), CASES[name], "libfsdp", options)
+            model = sharded(name, options)
             assert_whole(model)  # before the first forward
             a_step(model, name, 0, make_optimizer(options, model.parameters()))
             assert_whole(model)
 
 
-def strategies() -> None:
+@pytest.mark.parametrize("size", [at_night(2), 4])
+@on_ranks("size")
+def test_every_strategy() -> None:
     for model, _, kind in every_strategy():
         assert_whole(model)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -62,13 +65,8 @@ def strategies() -> None:
             assert any(one.sizes == one.shape for one in libfsdp.local_shards(model))
 
 
-@pytest.mark.parametrize("size", [at_night(2), 4])
-@pytest.mark.parametrize("what", [cases, strategies])
-def test_all_boxes_are_the_state_dict(ranks: StartRanks, size: int, what: Callable[[], None]) -> None:
-    ranks(size).run(what)
-
-
-def tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel_pieces_have_their_places_in_the_whole() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -76,16 +74,13 @@ def tensor_parallel() -> None:
     assert_whole(model)
 
 
-def test_tensor_parallel_pieces_have_their_places_in_the_whole(ranks: StartRanks) -> None:
-    ranks(4).run(tensor_parallel)
-
-
 def addresses(shards: libfsdp.LocalShards) -> list[int]:
     return [one.tensor.data_ptr() for one in shards]
 
 
-def they_stay() -> None:
-    model = shard(seeded(CASES["tied"]), CASES["tied"], "libfsdp", Options())
+@on_ranks(2)
+def test_addresses_stay_through_steps_loads_and_exports(tmp_path: Path) -> None:
+    model = sharded("tied")
     shards = libfsdp.local_shards(model)
     before = addresses(shards)
     of_module = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -94,10 +89,8 @@ def they_stay() -> None:
     for step in range(5):
         a_step(model, "tied", step, optimizer)
         assert shards.is_valid()
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    libfsdp.save(folder[0] + "/1", model, optimizer)
-    libfsdp.load(folder[0] + "/1", model, optimizer)
+    libfsdp.save(tmp_path / "1", model, optimizer)
+    libfsdp.load(tmp_path / "1", model, optimizer)
     for bucket in libfsdp.full_weights(model):
         assert bucket
     model.zero_grad()
@@ -117,12 +110,9 @@ def they_stay() -> None:
     assert_whole(model)
 
 
-def test_addresses_stay_through_steps_loads_and_exports(ranks: StartRanks) -> None:
-    ranks(2).run(they_stay)
-
-
-def they_move() -> None:
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+@on_ranks(2)
+def test_a_generation_tells_of_other_addresses() -> None:
+    model = sharded("mlp")
     generations = [libfsdp.local_shards(model).generation]
     a_step(model, "mlp", 0, torch.optim.SGD(model.parameters(), lr=0.1))
     for change in (torch.nn.Module.double, torch.nn.Module.float):
@@ -138,23 +128,18 @@ def they_move() -> None:
     assert libfsdp.local_shards(model).generation == last.generation == generations[-1]
 
 
-def test_a_generation_tells_of_other_addresses(ranks: StartRanks) -> None:
-    ranks(2).run(they_move)
-
-
-def writers_wait() -> None:
+@on_ranks(2)
+def test_writers_wait_for_readers(tmp_path: Path) -> None:
     """A writer on another thread waits for the reader, and one on the reader's thread is an error."""
-    model = shard(seeded(CASES["mlp"]), CASES["mlp"], "libfsdp", Options())
+    model = sharded("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     case = CASES["mlp"]
-    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    libfsdp.save(folder[0] + "/1", model)
+    libfsdp.save(tmp_path / "1", model)
     case.loss(model, batch_of(case, 0, 0, dist.get_rank())).backward()
     state = {name: 2 * value.detach() for name, value in model.state_dict().items()}
     writers: dict[str, Callable[[], Any]] = {
         "step": optimizer.step,
-        "load": lambda: libfsdp.load(folder[0] + "/1", model),
+        "load": lambda: libfsdp.load(tmp_path / "1", model),
         "load_state_dict": lambda: model.load_state_dict(state),
         "set_model_state_dict": lambda: set_model_state_dict(model, state),
     }
@@ -182,11 +167,8 @@ def writers_wait() -> None:
     a_step(model, "mlp", 1, optimizer)
 
 
-def test_writers_wait_for_readers(ranks: StartRanks) -> None:
-    ranks(2).run(writers_wait)
-
-
-def fork_while_reading() -> None:
+@on_ranks(2)
+def test_a_fork_while_a_thread_reads() -> None:
     """In the child of a fork, only the thread reads that has forked."""
     model = nn.Linear(8, 16, device=device.TYPE)
     libfsdp.fully_shard(model)
@@ -228,11 +210,8 @@ def fork_while_reading() -> None:
     optimizer.step()
 
 
-def test_a_fork_while_a_thread_reads(ranks: StartRanks) -> None:
-    ranks(2).run(fork_while_reading)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_what_has_no_address_is_an_error() -> None:
     with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
         libfsdp.local_shards(nn.Linear(2, 2))
     with torch.device("meta"):
@@ -247,7 +226,3 @@ def refusals() -> None:
     libfsdp.fully_shard(model)
     with pytest.raises(libfsdp.Error, match="the shard of 'weight' is a EightBits"):
         libfsdp.local_shards(model)
-
-
-def test_what_has_no_address_is_an_error(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import clients, lora
-from support.marks import at_night
-from support.ranks import StartRanks
+from support.marks import at_night, on_ranks
+from support.weights import BF16, gathered, whole
+from support.weights import assert_same as assert_same_in_order
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -21,22 +23,12 @@ pytestmark = pytest.mark.skipif(
     not clients.installed_packages("transformers", "peft"), reason="not installed: transformers and peft"
 )
 
-BF16 = torch.bfloat16
+
+assert_same = functools.partial(assert_same_in_order, in_order=False)
 
 
 def merged(model: nn.Module, **options: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for bucket in libfsdp.full_weights(model, merge_adapters=True, **options):
-        for name, tensor in bucket:
-            assert name not in found
-            found[name] = tensor.clone()
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    assert found.keys() == expected.keys()  # The names of a tied parameter come one behind the other.
-    for name, value in expected.items():
-        assert torch.equal(found[name], value if dtype is None else value.to(dtype)), name
+    return whole(model, merge_adapters=True, **options)
 
 
 def locals_of(model: nn.Module) -> dict[str, Tensor]:
@@ -62,7 +54,22 @@ def shardings() -> dict[str, dict[str, Any]]:
     }
 
 
-def as_peft(kind: str, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "kind", "sharding"),
+    [
+        *((2, kind, "rows") for kind in ("llama", "gpt2", "bf16", "two", "saved")),
+        (2, "gpt2", "columns"),
+        (2, "bf16", "offload"),
+        at_night(4, "llama", "rows"),
+        at_night(4, "bf16", "hsdp"),
+        at_night(4, "llama", "hfsdp"),
+        at_night(4, "two", "columns"),
+        at_night(4, "gpt2", "hfsdp"),
+        at_night(4, "llama", "replicated"),
+    ],
+)
+@on_ranks("size")
+def test_as_peft(kind: str, sharding: str) -> None:
     """With adapters of few bits, to the bit: products are exact, and both sides round the same sums once for each adapter.
 
     (With several adapters and a base in bf16 or fp16, peft rounds after each of them, and we after the last.) With others,
@@ -98,37 +105,15 @@ def as_peft(kind: str, sharding: str) -> None:
         assert all(torch.equal(value, found[name]) for name, value in of_first.items())
         for name, value in locals_of(model).items():
             assert torch.equal(value, before[name]), name
-    unmerged = lora.gathered(model)
+    unmerged = gathered(model)
     stripped = {name.removeprefix("base_model.model.").replace("base_layer.", ""): v for name, v in unmerged.items()}
     changed = [name for name, value in expected.items() if not torch.equal(value, stripped.get(name, value))]
     assert len(changed) == 6
 
 
-CASES = [("llama", "rows"), ("gpt2", "rows"), ("bf16", "rows"), ("two", "rows"), ("saved", "rows"), ("gpt2", "columns")]
-
-
-@pytest.mark.parametrize(("kind", "sharding"), [*CASES, ("bf16", "offload")])
-def test_as_peft_on_two_ranks(ranks: StartRanks, kind: str, sharding: str) -> None:
-    ranks(2).run(as_peft, kind, sharding)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("kind", "sharding"),
-    [
-        ("llama", "rows"),
-        ("bf16", "hsdp"),
-        ("llama", "hfsdp"),
-        ("two", "columns"),
-        ("gpt2", "hfsdp"),
-        ("llama", "replicated"),
-    ],
-)
-def test_as_peft_on_four_ranks(ranks: StartRanks, kind: str, sharding: str) -> None:
-    ranks(4).run(as_peft, kind, sharding)
-
-
-def least_bytes() -> None:
+@pytest.mark.parametrize("size", [2, at_night(4)])
+@on_ranks("size")
+def test_the_least_bytes() -> None:
     """The wire has the base in the dtype that travels, and the adapters once; memory is that of two buckets and of these."""
     size = dist.get_world_size()
     model = lora.shard(lora.make())
@@ -149,12 +134,8 @@ def least_bytes() -> None:
         assert 2 * 4096 < peak <= 2 * max(4096, whole) + adapters + 2 * 4 * whole
 
 
-@pytest.mark.parametrize("size", [2, at_night(4)])
-def test_the_least_bytes(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(least_bytes)
-
-
-def changes() -> None:
+@on_ranks(2)
+def test_what_has_changed_in_merged_weights() -> None:
     model = lora.shard(lora.make())
     snapshot = libfsdp.WeightSnapshot()
     receiver: dict[str, Tensor] = {name: torch.zeros_like(v) for name, v in merged(model, dtype=BF16).items()}
@@ -171,11 +152,8 @@ def changes() -> None:
     assert all(0 < fraction < 0.5 for fraction in fractions[1:]), fractions
 
 
-def test_what_has_changed_in_merged_weights(ranks: StartRanks) -> None:
-    ranks(2).run(changes)
-
-
-def names_and_sources() -> None:
+@on_ranks(2)
+def test_names_and_sources() -> None:
     plain = lora.make()
     model = lora.shard(lora.make())
     lora.a_step(model)
@@ -195,11 +173,9 @@ def names_and_sources() -> None:
     assert_same(generator.state_dict(), expected)
 
 
-def test_names_and_sources(ranks: StartRanks) -> None:
-    ranks(2).run(names_and_sources)
-
-
-def stops(at: int, who: int) -> None:
+@pytest.mark.parametrize(("at", "who"), [(0, 0), (3, 1), (5, 0)])
+@on_ranks(2)
+def test_a_rank_may_stop(at: int, who: int) -> None:
     """A rank stops before a bucket whose adapters would be gathered."""
     model = lora.shard(lora.make())
     stream = libfsdp.full_weights(model, merge_adapters=True, bucket_bytes=1)
@@ -217,11 +193,6 @@ def stops(at: int, who: int) -> None:
     merged(model)
 
 
-@pytest.mark.parametrize(("at", "who"), [(0, 0), (3, 1), (5, 0)])
-def test_a_rank_may_stop(ranks: StartRanks, at: int, who: int) -> None:
-    ranks(2).run(stops, at, who)
-
-
 def refused(model: Any, text: str, **options: Any) -> None:
     """An error on every rank, after which the model can be used."""
     with pytest.raises(libfsdp.Error, match=text):
@@ -229,7 +200,8 @@ def refused(model: Any, text: str, **options: Any) -> None:
     assert dict(next(libfsdp.full_weights(model)))
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_cannot_be_merged() -> None:
     from peft import LoraConfig, get_peft_model
 
     one = dist.get_rank() == 1
@@ -264,7 +236,3 @@ def refusals() -> None:
     plain: Any = nn.Sequential(nn.Linear(2, 2))
     libfsdp.fully_shard(plain)
     refused(plain, r"merge_adapters, but .*Sequential has no LoRA layers")
-
-
-def test_what_cannot_be_merged(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)

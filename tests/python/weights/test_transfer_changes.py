@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.errors import raises_everywhere
+from support.marks import on_ranks
 from support.messages import Messages
-from support.ranks import StartRanks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -107,7 +108,9 @@ class Sides:
         return int(sent)
 
 
-def bytes_that_travel(into_dtype: torch.dtype | None, on: str | None) -> None:
+@pytest.mark.parametrize(("into_dtype", "on"), [(None, None), (torch.float32, "cpu")], ids=["same", "converted"])
+@on_ranks(4)
+def test_bytes_that_travel(into_dtype: torch.dtype | None, on: str | None) -> None:
     sides = Sides(BF16, into_dtype)
     whole = sides.bytes_of_run()
     assert whole == sum(sides.plan.bytes_sent.values())
@@ -126,12 +129,9 @@ def bytes_that_travel(into_dtype: torch.dtype | None, on: str | None) -> None:
     assert sides.bytes_of_run() == whole  # Without it all comes, as ever.
 
 
-@pytest.mark.parametrize(("into_dtype", "on"), [(None, None), (torch.float32, "cpu")], ids=["same", "converted"])
-def test_bytes_that_travel(ranks: StartRanks, into_dtype: torch.dtype | None, on: str | None) -> None:
-    ranks(4).run(bytes_that_travel, into_dtype, on)
-
-
-def random_updates(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@on_ranks(4)
+def test_random_updates_give_the_bits_of_whole_runs(dtype: torch.dtype) -> None:
     sides = Sides(dtype)
     snapshot = WeightSnapshot()
     choose = random.Random(7)
@@ -148,12 +148,8 @@ def random_updates(dtype: torch.dtype) -> None:
     assert snapshot.nbytes > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_random_updates_give_the_bits_of_whole_runs(ranks: StartRanks, dtype: torch.dtype) -> None:
-    ranks(4).run(random_updates, dtype)
-
-
-def takes_turns() -> None:
+@on_ranks(4)
+def test_snapshots_and_whole_runs_may_take_turns() -> None:
     """An element that has again the value that it had when a snapshot was used last, and another one in between."""
     sides = Sides(BF16)
     one, other = WeightSnapshot(), WeightSnapshot()
@@ -173,11 +169,8 @@ def takes_turns() -> None:
         sides.check()
 
 
-def test_snapshots_and_whole_runs_may_take_turns(ranks: StartRanks) -> None:
-    ranks(4).run(takes_turns)
-
-
-def bits() -> None:
+@on_ranks(4)
+def test_bits_are_compared() -> None:
     sides = Sides(torch.float32)
     snapshot = WeightSnapshot()
     values = [0.0, -0.0, float("nan"), float("inf"), -0.0, float("nan")]
@@ -194,39 +187,8 @@ def bits() -> None:
                 assert (into.contiguous().view(torch.int32)[0, :3] == expected).all(), value
 
 
-def test_bits_are_compared(ranks: StartRanks) -> None:
-    ranks(4).run(bits)
-
-
-def what_snapshots_are_for() -> None:
-    sides = Sides(BF16)
-    rank = dist.get_rank()
-    whole = sides.bytes_of_run()
-    snapshot, other = WeightSnapshot(), WeightSnapshot()
-
-    def refused(text: str, since: Any, plan: Any = None) -> None:
-        with pytest.raises(libfsdp.Error) as caught:
-            (plan or sides.plan).run(since=since)
-        assert text in str(caught.value), str(caught.value)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, str(caught.value))
-        assert len(set(every)) == 1, every
-
-    sides.plan.run(since=snapshot)
-    refused(
-        "rank 0 has a snapshot after 1 runs, and rank 3 has no snapshot", snapshot if rank < 3 else None
-    )
-    refused("rank 0 has a snapshot after 1 runs, and rank 1 has a snapshot after 0", snapshot if rank != 1 else other)
-    refused("since must be a WeightSnapshot or None, got 5", 5 if rank == 2 else snapshot)
-    plan = transfer_plan(sides.model, [2, 3])
-    refused("rank 0 of the group: since was used for another plan, or for full_weights", snapshot, plan)
-    assert sides.bytes_of_run(since=snapshot) < 0.02 * whole  # Nothing was lost.
-    if sides.trains:
-        with pytest.raises(libfsdp.Error, match="since was used for a transfer plan"):
-            libfsdp.full_weights(sides.model, since=snapshot)
-
-
-def fails_halfway() -> None:
+@on_ranks(4)
+def test_all_is_sent_after_a_run_that_has_failed() -> None:
     sides = Sides(BF16)
     snapshot = WeightSnapshot()
     whole = sides.bytes_of_run(since=snapshot)
@@ -254,9 +216,26 @@ def fails_halfway() -> None:
     sides.check()
 
 
-def test_all_is_sent_after_a_run_that_has_failed(ranks: StartRanks) -> None:
-    ranks(4).run(fails_halfway)
+@on_ranks(4)
+def test_a_snapshot_belongs_to_one_plan() -> None:
+    sides = Sides(BF16)
+    rank = dist.get_rank()
+    whole = sides.bytes_of_run()
+    snapshot, other = WeightSnapshot(), WeightSnapshot()
 
+    def refused(text: str, since: Any, plan: Any = None) -> None:
+        with raises_everywhere(libfsdp.Error, text):
+            (plan or sides.plan).run(since=since)
 
-def test_a_snapshot_belongs_to_one_plan(ranks: StartRanks) -> None:
-    ranks(4).run(what_snapshots_are_for)
+    sides.plan.run(since=snapshot)
+    refused(
+        "rank 0 has a snapshot after 1 runs, and rank 3 has no snapshot", snapshot if rank < 3 else None
+    )
+    refused("rank 0 has a snapshot after 1 runs, and rank 1 has a snapshot after 0", snapshot if rank != 1 else other)
+    refused("since must be a WeightSnapshot or None, got 5", 5 if rank == 2 else snapshot)
+    plan = transfer_plan(sides.model, [2, 3])
+    refused("rank 0 of the group: since was used for another plan, or for full_weights", snapshot, plan)
+    assert sides.bytes_of_run(since=snapshot) < 0.02 * whole  # Nothing was lost.
+    if sides.trains:
+        with pytest.raises(libfsdp.Error, match="since was used for a transfer plan"):
+            libfsdp.full_weights(sides.model, since=snapshot)

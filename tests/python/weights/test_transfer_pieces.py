@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -59,7 +59,19 @@ def check_plan(model: nn.Module, expected: dict[str, Tensor], dtype: torch.dtype
         assert 0 < received < bytes_of
 
 
-def tensor_parallel(hidden: int, replicas: int, shard_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "replicas", "shard_dim", "dtype"),
+    [
+        (8, 1, 0, torch.float32),
+        (8, 1, 1, torch.bfloat16),
+        (8, 2, 0, torch.float32),
+        (7, 1, 0, torch.float32),
+        (9, 1, 0, torch.bfloat16),
+    ],
+    ids=["even", "columns", "replicas", "uneven", "uneven-bf16"],
+)
+@on_ranks(4)
+def test_tensor_parallel_pieces(hidden: int, replicas: int, shard_dim: int, dtype: torch.dtype) -> None:
     torch.set_default_device(device.of_rank(dist.get_rank()))
     mesh = init_device_mesh(device.TYPE, (replicas, 2 // replicas, 2), mesh_dim_names=("replicate", "dp", "tp"))
     data = mesh["replicate", "dp"] if replicas > 1 else mesh["dp"]
@@ -80,24 +92,8 @@ def tensor_parallel(hidden: int, replicas: int, shard_dim: int, dtype: torch.dty
     check_plan(model, wholes(model), dtype)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "replicas", "shard_dim", "dtype"),
-    [
-        (8, 1, 0, torch.float32),
-        (8, 1, 1, torch.bfloat16),
-        (8, 2, 0, torch.float32),
-        (7, 1, 0, torch.float32),
-        (9, 1, 0, torch.bfloat16),
-    ],
-    ids=["even", "columns", "replicas", "uneven", "uneven-bf16"],
-)
-def test_tensor_parallel_pieces(
-    ranks: StartRanks, hidden: int, replicas: int, shard_dim: int, dtype: torch.dtype
-) -> None:
-    ranks(4).run(tensor_parallel, hidden, replicas, shard_dim, dtype)
-
-
-def boxes_of_placements() -> None:
+@on_ranks(4)
+def test_boxes_of_all_placements() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
     choices: list[tuple[Placement, Placement]] = [
         (first, second)
@@ -129,11 +125,8 @@ def boxes_of_placements() -> None:
     assert local_chunks(tensor, narrow) is None
 
 
-def test_boxes_of_all_placements(ranks: StartRanks) -> None:
-    ranks(4).run(boxes_of_placements)
-
-
-def strange_parts() -> None:
+@on_ranks(4)
+def test_parts_that_are_several_boxes_and_parts_that_are_none() -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
     model = make(8)
     libfsdp.fully_shard(model, mesh=mesh["dp"])
@@ -148,7 +141,3 @@ def strange_parts() -> None:
     model.glued = DTensor(torch.ones(3), model.glued._spec, requires_grad=False)
     with pytest.raises(libfsdp.Error, match=r"'glued': this rank's part, of the shape \[3\], is not what its placements"):
         transfer_plan(model, ALL)
-
-
-def test_parts_that_are_several_boxes_and_parts_that_are_none(ranks: StartRanks) -> None:
-    ranks(4).run(strange_parts)

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.errors import raises_everywhere
+from support.marks import on_ranks
 from support.messages import Messages
 from support.ranks import RankError, StartRanks
 from support.training import full
@@ -226,7 +228,9 @@ def test_replicas_share_the_work(ranks: StartRanks) -> None:
     assert max(sent) < 1.1 * min(sent), sent
 
 
-def to_each_other(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_ranks_that_train_and_receive(dtype: torch.dtype) -> None:
     """Ranks that train want weights, too: all of them, overlapping, some twice, and under the second name of a tied one."""
     trainer = Trainer(2)
     q, gate = "layers.1.q.weight", "layers.0.gate.weight"
@@ -250,19 +254,10 @@ def to_each_other(dtype: torch.dtype) -> None:
     assert sent == {(dist.get_rank(), 1 - dist.get_rank()): half}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_ranks_that_train_and_receive(ranks: StartRanks, dtype: torch.dtype) -> None:
-    ranks(2).run(to_each_other, dtype)
-
-
 def refused(text: str, function: Callable[[], Any], kind: type[Exception] = libfsdp.Error) -> None:
     """Every rank gets the same error."""
-    with pytest.raises(kind) as caught:
+    with raises_everywhere(kind, text):
         function()
-    assert text in str(caught.value), str(caught.value)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, str(caught.value))
-    assert len(set(every)) == 1, every
 
 
 def then_it_works(trainer: Trainer) -> None:
@@ -276,7 +271,8 @@ def then_it_works(trainer: Trainer) -> None:
         assert torch.equal(into, whole["layers.0.o.weight"])
 
 
-def errors() -> None:
+@on_ranks(3)
+def test_errors_reach_all_ranks_and_training_goes_on() -> None:
     trainer = Trainer(2)
     rank = dist.get_rank()
 
@@ -324,11 +320,9 @@ def errors() -> None:
     then_it_works(trainer)
 
 
-def test_errors_reach_all_ranks_and_training_goes_on(ranks: StartRanks) -> None:
-    ranks(3).run(errors)
-
-
-def comes_late(who: int) -> None:
+@pytest.mark.parametrize("who", [0, 1, 2])
+@on_ranks(3)
+def test_a_rank_that_does_not_come_in_time(who: int) -> None:
     trainer = Trainer(2)
     into = torch.empty(HIDDEN, HIDDEN)
     wanted = [] if trainer.trains else [WantedBox("layers.0.o.weight", into)]
@@ -357,11 +351,6 @@ def comes_late(who: int) -> None:
     plan.run()
     if not trainer.trains:
         assert torch.equal(into, whole["layers.0.o.weight"])
-
-
-@pytest.mark.parametrize("who", [0, 1, 2])
-def test_a_rank_that_does_not_come_in_time(ranks: StartRanks, who: int) -> None:
-    ranks(3).run(comes_late, who)
 
 
 def dies(when: str) -> None:
@@ -432,7 +421,8 @@ class Attention(nn.Module):
         return o(q(x) * k(x) + v(x))
 
 
-def example() -> None:
+@on_ranks(4)
+def test_the_example() -> None:
     rank = dist.get_rank()
     mesh = mesh_of(2)
     whole = torch.empty(4, 8, 8)
@@ -450,7 +440,3 @@ def example() -> None:
         mine = [weight.chunk(2)[rank - 2] for weight in whole[:3]]
         assert torch.equal(qkv, torch.cat(mine).to(BF16))
         assert torch.equal(o, whole[3].chunk(2, 1)[rank - 2].to(BF16))
-
-
-def test_the_example(ranks: StartRanks) -> None:
-    ranks(4).run(example)

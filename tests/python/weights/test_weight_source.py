@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
-from support.training import CASES, Options, batch_of, full, seeded, shard
+from support.marks import on_ranks
+from support.training import CASES, batch_of, full, sharded
+from support.weights import BF16, gathered
 from torch import Tensor, nn
 
 import libfsdp
-
-BF16 = torch.bfloat16
-
-
-def sharded(case_name: str) -> nn.Module:
-    case = CASES[case_name]
-    return shard(seeded(case), case, "libfsdp", Options())
 
 
 def a_step(model: nn.Module, case_name: str) -> None:
@@ -37,8 +31,10 @@ def described(pairs: list[tuple[str, Tensor]]) -> list[tuple[str, torch.dtype, t
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
 
 
-def says_what_comes(case_name: str) -> None:
-    model = sharded(case_name)
+@pytest.mark.parametrize("case", ["tied", "batch_norm", "nested"])
+@on_ranks(2)
+def test_metadata_and_iteration_say_the_same(case: str) -> None:
+    model = sharded(case)
     some = list(model.state_dict())[1::2]
     kinds: list[dict[str, Any]] = [
         {},
@@ -57,15 +53,11 @@ def says_what_comes(case_name: str) -> None:
                 whole = full(model.state_dict()[own])
                 assert torch.equal(tensor.cpu(), whole.to(tensor.dtype)), (trained, kind, name)
             assert len(pairs) == len(some if "names" in kind else model.state_dict())
-        a_step(model, case_name)
+        a_step(model, case)
 
 
-@pytest.mark.parametrize("case", ["tied", "batch_norm", "nested"])
-def test_metadata_and_iteration_say_the_same(ranks: StartRanks, case: str) -> None:
-    ranks(2).run(says_what_comes, case)
-
-
-def on_one_rank() -> None:
+@on_ranks(2)
+def test_metadata_needs_no_other_rank() -> None:
     model = sharded("tied")
     source = libfsdp.WeightSource(model, ranks="first")
     before = None
@@ -79,11 +71,8 @@ def on_one_rank() -> None:
         before = libfsdp.wire_stats(model)
 
 
-def test_metadata_needs_no_other_rank(ranks: StartRanks) -> None:
-    ranks(2).run(on_one_rank)
-
-
-def passes_are_fresh() -> None:
+@on_ranks(2)
+def test_each_iteration_has_the_present_weights() -> None:
     model = sharded("mlp")
     source = libfsdp.WeightSource(model)
     first = dict(source)
@@ -92,10 +81,6 @@ def passes_are_fresh() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(second[name].cpu(), full(value))
         assert not torch.equal(first[name], second[name])
-
-
-def test_each_iteration_has_the_present_weights(ranks: StartRanks) -> None:
-    ranks(2).run(passes_are_fresh)
 
 
 class TheirSource(ABC):
@@ -156,28 +141,26 @@ def unpacked(coming: list[Any], packs: list[Tensor]) -> Iterator[tuple[str, Tens
     assert at == flat.numel()
 
 
-def through_a_sender(case_name: str, pack_bytes: int) -> None:
-    model = sharded(case_name)
-    receiver = CASES[case_name].build()
+@pytest.mark.parametrize("pack_bytes", [0, 2000, 1 << 20])
+@on_ranks(2)
+def test_a_sender_that_packs(pack_bytes: int) -> None:
+    model = sharded("tied")
+    receiver = CASES["tied"].build()
     for ranks_of in ("first", "all"):
-        a_step(model, case_name)
+        a_step(model, "tied")
         source = OurSource(model, bucket_bytes=300, ranks=ranks_of)
         assert isinstance(source, TheirSource)
         coming, packs = Sender(source, pack_bytes, sends=dist.get_rank() == 0).packs()
         if dist.get_rank() == 0:
             libfsdp.load_weights(receiver, unpacked(coming, packs))
-        expected = {name: full(value) for name, value in model.state_dict().items()}
+        expected = gathered(model)
         if dist.get_rank() == 0:
             for name, value in receiver.state_dict().items():
                 assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("pack_bytes", [0, 2000, 1 << 20])
-def test_a_sender_that_packs(ranks: StartRanks, pack_bytes: int) -> None:
-    ranks(2).run(through_a_sender, "tied", pack_bytes)
-
-
-def stops() -> None:
+@on_ranks(2)
+def test_a_rank_that_stops() -> None:
     model = sharded("mlp")
     source = libfsdp.WeightSource(model, bucket_bytes=1)
     if dist.get_rank() == 1:
@@ -189,11 +172,8 @@ def stops() -> None:
     assert len(list(source)) == 6
 
 
-def test_a_rank_that_stops(ranks: StartRanks) -> None:
-    ranks(2).run(stops)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_what_is_wrong() -> None:
     model = sharded("mlp")
 
     def refused(text: str, **options: Any) -> None:
@@ -210,7 +190,3 @@ def refusals() -> None:
     refused("'layers.0.weight' and 'layers.0.bias' would both come as 'x'", rename=lambda _: "x")
     with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
         libfsdp.WeightSource(nn.Linear(2, 2))
-
-
-def test_what_is_wrong(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)
