@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.marks import on_ranks
 from support.ranks import StartRanks
-from support.states import assert_same_state, flatten, same, train_more, trained
+from support.states import assert_same_state, flatten, same, save_by_torch, train_more, trained
 from support.training import CASES, Options, full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import libfsdp
-
-MODELS = ("mlp", "tied", "batch_norm", "nested", "odd_shapes")
 
 
 def fresh(case: str, options: Options = Options()) -> tuple[Any, torch.optim.Optimizer]:  # noqa: B008
@@ -40,22 +39,19 @@ def save_and_go_on(path: str, case: str, options: Options) -> list[float]:
     return train_more(model, optimizer, case, range(2, 4))
 
 
-def load_and_go_on(path: str, case: str, options: Options) -> list[float]:
+@pytest.mark.parametrize("options", [Options(), Options(optimizer="sgd")], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("case", ["mlp", "tied", "batch_norm", "nested", "odd_shapes"])
+@on_ranks(2)
+def test_a_run_goes_on_with_the_same_bits(tmp_path: Path, case: str, options: Options) -> None:
+    path = str(tmp_path / "step-2")
+    expected = save_and_go_on(path, case, options)
     model, optimizer = fresh(case, options)
     loaded = libfsdp.load(path, model, optimizer)
     assert loaded.extra == {"step": 2}
     assert loaded.rng
     assert not loaded.missing
     assert not loaded.unexpected
-    return train_more(model, optimizer, case, range(loaded.extra["step"], 4))
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_run_goes_on_with_the_same_bits(ranks: StartRanks, tmp_path: Path, case: str) -> None:
-    for options in (Options(), Options(optimizer="sgd")):
-        path = str(tmp_path / f"{options.optimizer}-2")
-        expected = ranks(2).run(save_and_go_on, path, case, options)
-        assert ranks(2).run(load_and_go_on, path, case, options) == expected
+    assert train_more(model, optimizer, case, range(2, 4)) == expected
 
 
 def values_of(path: str, case: str, options: Options) -> dict[str, Any]:
@@ -77,8 +73,10 @@ def test_other_ranks_meshes_and_dtypes_have_the_same_values(ranks: StartRanks, t
         assert all(same(found[name], value) for name, value in two[0].items())
 
 
-def exchange_with_dcp(folder: str) -> None:
+@on_ranks(2)
+def test_exchange_with_torchs_checkpoints(tmp_path: Path) -> None:
     """Each reads what the other wrote, with the optimizer."""
+    folder = str(tmp_path)
     model, optimizer = trained("tied", "libfsdp")
     expected = get_state_dict(model, optimizer)
     libfsdp.save(f"{folder}/ours", model, optimizer)
@@ -93,19 +91,16 @@ def exchange_with_dcp(folder: str) -> None:
     set_state_dict(other, its, model_state_dict=model_state, optim_state_dict=state["optim"])
     assert_same_state(get_state_dict(other, its), expected)
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/theirs")
+    save_by_torch(tmp_path / "theirs", model, optimizer)
     third, its = fresh("tied")
     libfsdp.load(f"{folder}/theirs", third, its)
     assert_same_state(get_state_dict(third, its), expected)
 
 
-def test_exchange_with_torchs_checkpoints(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(exchange_with_dcp, str(tmp_path))
-
-
-def optimizers(folder: str) -> None:
+@on_ranks(2)
+def test_all_kinds_of_optimizers(tmp_path: Path) -> None:
     """Those of torch and of libfsdp, some of whose parameters are not updated."""
+    folder = str(tmp_path)
     makers: list[Any] = [
         lambda p: libfsdp.optim.AdamW(p, lr=0.1, amsgrad=True),
         lambda p: libfsdp.optim.SGD(p, lr=0.1),
@@ -153,12 +148,11 @@ def optimizers(folder: str) -> None:
         assert_same_state(its.state_dict(), optimizer.state_dict())
 
 
-def test_all_kinds_of_optimizers(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(optimizers, str(tmp_path))
-
-
-def without_shards(path: str, placements: str) -> None:
+@pytest.mark.parametrize("placements", ["no_shard", "optim", "optim_grads_params"])
+@on_ranks(2)
+def test_placements_and_schedules(tmp_path: Path, placements: str) -> None:
     """Parameters that each rank has whole, buffers, frozen parameters, and a schedule."""
+    path = str(tmp_path / "a")
 
     def make() -> tuple[Any, torch.optim.Optimizer, Any]:
         torch.manual_seed(0)
@@ -190,11 +184,6 @@ def without_shards(path: str, placements: str) -> None:
     third = make()
     libfsdp.load(path, *third[:2], optimizer_settings=False)
     assert third[1].param_groups[0]["lr"] == 0.1
-
-
-@pytest.mark.parametrize("placements", ["no_shard", "optim", "optim_grads_params"])
-def test_placements_and_schedules(ranks: StartRanks, tmp_path: Path, placements: str) -> None:
-    ranks(2).run(without_shards, str(tmp_path / "a"), placements)
 
 
 def values_of_programs(path: str) -> None:
@@ -252,8 +241,10 @@ def own_values(path: str) -> tuple[dict[str, Any], bool]:
     return loaded.rank_extra, loaded.rng
 
 
-def refusals(folder: str) -> None:
+@on_ranks(2)
+def test_refusals(tmp_path: Path) -> None:
     """Errors come on all ranks, and change nothing."""
+    folder = str(tmp_path)
     rank = dist.get_rank()
     model, optimizer = trained("mlp", "libfsdp")
     libfsdp.save(f"{folder}/step-1", model, optimizer)
@@ -304,12 +295,10 @@ def refusals(folder: str) -> None:
     assert all(map(torch.equal, map(full, model.parameters()), before))
 
 
-def test_refusals(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(refusals, str(tmp_path))
-
-
-def on_one_rank_alone(folder: str) -> None:
+@on_ranks(2)
+def test_what_one_rank_finds_is_everybodys_error(tmp_path: Path) -> None:
     """What one rank finds, or can't open, is everybody's error, and changes nothing."""
+    folder = str(tmp_path)
     rank = dist.get_rank()
     model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     libfsdp.fully_shard(model)
@@ -331,15 +320,9 @@ def on_one_rank_alone(folder: str) -> None:
     assert fresh_muon.state
 
 
-def test_what_one_rank_finds_is_everybodys_error(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(on_one_rank_alone, str(tmp_path))
-
-
-def test_how_an_optimizer_computes_is_the_programs(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(how_it_computes, str(tmp_path))
-
-
-def how_it_computes(folder: str) -> None:
+@on_ranks(2)
+def test_how_an_optimizer_computes_is_the_programs(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, _ = trained("mlp", "libfsdp", steps=0)
     saved = torch.optim.AdamW(model.parameters(), lr=0.25, fused=True)
     train_more(model, saved, "mlp", range(1))
@@ -359,7 +342,9 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
-def damaged(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_damaged_is_not_taken(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     rank = dist.get_rank()
     model, optimizer = trained("mlp", "libfsdp")
     libfsdp.save(f"{folder}/step-1", model, optimizer)
@@ -416,11 +401,9 @@ def damaged(folder: str) -> None:
     assert [f"there is no folder {folder}/none" in str(one.message) for one in caught] == [True] * (rank == 0)
 
 
-def test_what_is_damaged_is_not_taken(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(damaged, str(tmp_path))
-
-
-def series(folder: str) -> None:
+@on_ranks(2)
+def test_which_checkpoints_stay(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, _ = trained("mlp", "libfsdp", steps=0)
     for step, metric in enumerate([3.0, 1.0, 2.0, 5.0, 4.0]):
         libfsdp.save(f"{folder}/step-{step}", model, keep_last=2, keep_best=1, metric=metric)
@@ -432,11 +415,9 @@ def series(folder: str) -> None:
     assert libfsdp.best(f"{folder}/none") is None
 
 
-def test_which_checkpoints_stay(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(series, str(tmp_path))
-
-
-def in_the_background(folder: str) -> None:
+@on_ranks(2)
+def test_saves_beside_training(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained("mlp", "libfsdp")
     saver = libfsdp.AsyncSaver(model, optimizer)
     expected = [full(p) for p in model.parameters()]
@@ -463,12 +444,10 @@ def in_the_background(folder: str) -> None:
     assert libfsdp.latest(folder) == f"{folder}/step-4"
 
 
-def test_saves_beside_training(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(in_the_background, str(tmp_path))
-
-
-def kept_gathered(path: str) -> None:
+@on_ranks(2)
+def test_whole_parameters_that_are_kept(tmp_path: Path) -> None:
     """A model that keeps whole parameters computes with what was loaded."""
+    path = str(tmp_path / "a")
     model, _ = trained("mlp", "libfsdp", Options(reshard=False), steps=0)
     batch = CASES["mlp"].batch(torch.Generator().manual_seed(0))
     libfsdp.save(path, model)
@@ -479,10 +458,6 @@ def kept_gathered(path: str) -> None:
         assert not torch.equal(model(*batch), expected)
         libfsdp.load(path, model)
         assert torch.equal(model(*batch), expected)
-
-
-def test_whole_parameters_that_are_kept(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(kept_gathered, str(tmp_path / "a"))
 
 
 def test_the_package_shows_what_is_its_own() -> None:

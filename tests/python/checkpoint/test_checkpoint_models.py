@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.marks import on_ranks
 from support.megatron import ranks_of
 from support.ranks import StartRanks
 from support.training import full
@@ -38,7 +39,9 @@ class WithExtraState(nn.Module):
         self.history = state["history"]
 
 
-def unusual_modules(path: str) -> None:
+@on_ranks(2)
+def test_modules_with_more_than_tensors(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
     model, other = WithExtraState(), WithExtraState()
     model.history = [1, 2]
     model.table = torch.arange(3.0).view(1, 3).expand(2, 3)
@@ -51,11 +54,10 @@ def unusual_modules(path: str) -> None:
     assert torch.equal(other.table, model.table)
 
 
-def test_modules_with_more_than_tensors(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(unusual_modules, str(tmp_path / "a"))
+@on_ranks(2)
+def test_megatrons_front_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
 
-
-def of_megatron(path: str) -> None:
     def make() -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -81,12 +83,10 @@ def of_megatron(path: str) -> None:
     assert steps(other, its) == expected
 
 
-def test_megatrons_front_end(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(of_megatron, str(tmp_path / "a"))
-
-
-def of_a_group(folder: str) -> None:
+@on_ranks(4)
+def test_groups_and_stages(tmp_path: Path) -> None:
     """Two models on ranks of their own, and two stages that save together."""
+    folder = str(tmp_path)
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[rank // 2]
@@ -103,10 +103,6 @@ def of_a_group(folder: str) -> None:
                 p.zero_()
         libfsdp.load(path, stage, optimizer, process_group=group, strict=group is None)
         assert all(map(torch.equal, map(full, stage.parameters()), expected))
-
-
-def test_groups_and_stages(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(4).run(of_a_group, str(tmp_path))
 
 
 def partly_tensor_parallel(sizes: tuple[int, int, int], seed: int) -> tuple[Any, torch.optim.Optimizer]:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import device
-from support.marks import IMPLEMENTATIONS
+from support.marks import IMPLEMENTATIONS, on_ranks
 from support.ranks import StartRanks
 from support.states import assert_same_state, flatten, train_more, trained
-from support.training import CASES, Options, full, seeded, shard
+from support.training import CASES, DEFAULT, Options, full, seeded, shard, sharded
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,11 +27,20 @@ from torch.distributed.tensor import DTensor
 from libfsdp import fully_shard
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-MODELS = ("mlp", "tied", "batch_norm", "nested", "odd_shapes")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def compare_with_fsdp2(case: str, implementation: str, options: Options) -> None:
+@each_implementation
+@pytest.mark.parametrize(
+    ("size", "case", "options"),
+    [
+        *((2, case, DEFAULT) for case in ("mlp", "tied", "batch_norm", "nested", "odd_shapes")),
+        # odd_shapes has 5 rows, 3 rows and 1 row for 4 ranks.
+        *((4, case, options) for case in ("mlp", "odd_shapes") for options in (DEFAULT, Options(replicas=2))),
+    ],
+)
+@on_ranks("size")
+def test_the_same_dtensors_as_fsdp2(case: str, implementation: str, options: Options) -> None:
     """Parameters, gradients and state_dict, before and after training."""
     ours, _ = trained(case, implementation, options, steps=0)
     theirs, _ = trained(case, "fsdp2", options, steps=0)
@@ -46,10 +55,11 @@ def compare_with_fsdp2(case: str, implementation: str, options: Options) -> None
         assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
-def save_and_load_a_part(implementation: str) -> list[tuple[str, Tensor]]:
+@each_implementation
+@on_ranks(2)
+def test_a_part_of_a_unit_is_saved_and_loaded_as_shards(implementation: str) -> None:
     """A module that is no unit by itself, after an evaluation, which leaves the root's parameters gathered."""
-    case = CASES["transformer"]
-    model = shard(seeded(case), case, implementation, Options())
+    model = sharded("transformer", implementation=implementation)
     batch = torch.zeros(2, 8, dtype=torch.long)
     state = {name: 2 * value for name, value in model.head.state_dict().items()}
     with torch.no_grad():
@@ -59,34 +69,15 @@ def save_and_load_a_part(implementation: str) -> list[tuple[str, Tensor]]:
         model(batch)
         model.head.load_state_dict(state)
         assert torch.equal(model(batch), 2 * before)
-    return [(name, full(value)) for name, value in model.state_dict().items()]
-
-
-@each_implementation
-def test_a_part_of_a_unit_is_saved_and_loaded_as_shards(ranks: StartRanks, implementation: str) -> None:
     expected = {name: full(value) for name, value in seeded(CASES["transformer"]).state_dict().items()}
-    for of_rank in ranks(2).run(save_and_load_a_part, implementation):
-        for name, value in of_rank:
-            assert torch.equal(value, 2 * expected[name] if name.startswith("head.") else expected[name]), name
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), 2 * expected[name] if name.startswith("head.") else expected[name]), name
 
 
 @each_implementation
-@pytest.mark.parametrize("case", MODELS)
-def test_the_same_dtensors_as_fsdp2_on_two_ranks(ranks: StartRanks, case: str, implementation: str) -> None:
-    ranks(2).run(compare_with_fsdp2, case, implementation, Options())
-
-
-@each_implementation
-@pytest.mark.parametrize("options", [Options(), Options(replicas=2)], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
-def test_the_same_dtensors_as_fsdp2_on_four_ranks(
-    ranks: StartRanks, case: str, options: Options, implementation: str
-) -> None:
-    """odd_shapes has 5 rows, 3 rows and 1 row for 4 ranks."""
-    ranks(4).run(compare_with_fsdp2, case, implementation, options)
-
-
-def compare_optimizers(case: str, implementation: str) -> None:
+@on_ranks(2)
+def test_the_same_optimizer_state_as_fsdp2(case: str, implementation: str) -> None:
     """The optimizer's state as torch.distributed.checkpoint asks for it."""
     states = []
     for name in (implementation, "fsdp2"):
@@ -98,12 +89,9 @@ def compare_optimizers(case: str, implementation: str) -> None:
 
 
 @each_implementation
-@pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
-def test_the_same_optimizer_state_as_fsdp2(ranks: StartRanks, case: str, implementation: str) -> None:
-    ranks(2).run(compare_optimizers, case, implementation)
-
-
-def whole_state_on_rank_0(case: str, implementation: str) -> None:
+@pytest.mark.parametrize("case", ["transformer", "batch_norm", "odd_shapes"])
+@on_ranks(2)
+def test_full_state_dict_on_rank_0_and_back(case: str, implementation: str) -> None:
     """full_state_dict: plain tensors, on rank 0 alone; and back, sent by rank 0."""
     model, _ = trained(case, implementation)
     expected = {name: full(value) for name, value in model.state_dict().items()}
@@ -120,41 +108,23 @@ def whole_state_on_rank_0(case: str, implementation: str) -> None:
     assert_same_state({name: full(value) for name, value in fresh.state_dict().items()}, from_rank_0[0])
 
 
-@each_implementation
-@pytest.mark.parametrize("case", ["transformer", "batch_norm", "odd_shapes"])
-def test_full_state_dict_on_rank_0_and_back(ranks: StartRanks, case: str, implementation: str) -> None:
-    ranks(2).run(whole_state_on_rank_0, case, implementation)
-
-
-def save(case: str, implementation: str, folder: str) -> list[float]:
-    """Saves after two steps; the losses of the two that follow."""
-    model, optimizer = trained(case, implementation)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-    return train_more(model, optimizer, case, range(2, 4))
-
-
-def load(case: str, implementation: str, folder: str) -> list[float]:
-    """The losses of two steps after loading into another model."""
-    model, optimizer = trained(case, implementation, steps=1)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return train_more(model, optimizer, case, range(2, 4))
-
-
 @pytest.mark.parametrize("reader", IMPLEMENTATIONS)
 @pytest.mark.parametrize("writer", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", ["mlp", "odd_shapes"])
-def test_training_goes_on_from_a_checkpoint_of_either(
-    ranks: StartRanks, tmp_path: Path, case: str, writer: str, reader: str
-) -> None:
-    losses = ranks(2).run(save, case, writer, str(tmp_path / "step"))
-    assert ranks(2).run(load, case, reader, str(tmp_path / "step")) == losses
+@on_ranks(2)
+def test_training_goes_on_from_a_checkpoint_of_either(tmp_path: Path, case: str, writer: str, reader: str) -> None:
+    def state_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    model, optimizer = trained(case, writer)
+    dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path)
+    losses = train_more(model, optimizer, case, range(2, 4))
+    model, optimizer = trained(case, reader, steps=1)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert train_more(model, optimizer, case, range(2, 4)) == losses
 
 
 def save_model(case: str, implementation: str, folder: str) -> dict[str, Tensor]:
@@ -181,35 +151,34 @@ def test_two_ranks_save_and_four_load(ranks: StartRanks, tmp_path: Path, writer:
         assert_same_state(loaded, saved[0])
 
 
-def fill_a_model_without_memory(case_name: str, implementation: str, assign: bool) -> None:
+@each_implementation
+@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+@on_ranks(2)
+def test_a_model_without_memory_gets_its_values(implementation: str, assign: bool) -> None:
     """A model on the meta device, sharded, then given values from a whole state."""
-    case = CASES[case_name]
+    case = CASES["transformer"]
     plain = seeded(case)
     with torch.device("meta"):
         model = case.build()
-    model = shard(model, case, implementation, Options())
+    model = shard(model, case, implementation, DEFAULT)
     assert all(p.is_meta for p in model.parameters())
     if not assign:
         model.to_empty(device=device.TYPE)
         set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
     else:
-        expected = shard(seeded(case), case, implementation, Options())
+        expected = sharded("transformer", implementation=implementation)
         model.load_state_dict(expected.state_dict(), assign=True)
-    reference = shard(plain, case, "fsdp2", Options())
+    reference = shard(plain, case, "fsdp2", DEFAULT)
     assert_same_state(model.state_dict(), reference.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-    losses = [train_more(m, o, case_name, range(2)) for m, o in zip((model, reference), optimizers, strict=True)]
+    losses = [train_more(m, o, "transformer", range(2)) for m, o in zip((model, reference), optimizers, strict=True)]
     assert losses[0] == losses[1]
 
 
-@each_implementation
-@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
-def test_a_model_without_memory_gets_its_values(ranks: StartRanks, implementation: str, assign: bool) -> None:
-    ranks(2).run(fill_a_model_without_memory, "transformer", implementation, assign)
-
-
-def in_inference_mode(what: str) -> None:
-    """The same as without it, and the model trains afterwards."""
+@pytest.mark.parametrize("what", ["load", "assign", "own", "converts"])
+@on_ranks(2)
+def test_in_inference_mode(what: str) -> None:
+    """The same as without it, and the model trains afterwards. FSDP2 fails in it where DTensors are detached."""
     results = []
     for mode in (False, True):
         torch.manual_seed(0)
@@ -230,9 +199,3 @@ def in_inference_mode(what: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
         results.append([full(value) for p in model.parameters() for value in (p, p.grad)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("what", ["load", "assign", "own", "converts"])
-def test_in_inference_mode(ranks: StartRanks, what: str) -> None:
-    """FSDP2 fails in it where DTensors are detached."""
-    ranks(2).run(in_inference_mode, what)
