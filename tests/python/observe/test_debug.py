@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.errors import raises
+from support.marks import on_ranks
+from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,47 +40,29 @@ def control_bytes(debug: str) -> tuple[int, int]:
     return after["control_bytes"] - before["control_bytes"], collectives
 
 
-def diverge() -> str:
+def test_each_collective_is_compared(fresh_ranks: StartRanks) -> None:
+    ranks = fresh_ranks(2)
+    (quiet, collectives), *_ = ranks.run(control_bytes, "0")
+    ranks.end()  # The variable is read when connections are made.
+    (compared, same), *_ = ranks.run(control_bytes, "1")
+    assert same == collectives > 0
+    assert compared - quiet >= 32 * collectives
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_that_differ_are_named_at_once() -> None:
     """One rank leaves a layer out."""
     os.environ["FSDP_DEBUG"] = "1"
     sharded = model()
     sharded(torch.ones(2, 4)).sum().backward()
     layer = sharded[0] if dist.get_rank() == 0 else sharded[2]
-    with pytest.raises(libfsdp.CommError) as raised:
+    with raises(libfsdp.CommError, "unit '0'", "unit '2'", "rank 0", "rank 1"):
         layer.unshard()
-    return str(raised.value)
 
 
-@pytest.fixture
-def fresh() -> Any:
-    """Ranks whose process groups nobody has used: the variable is read when connections are made."""
-    started: list[Ranks] = []
-
-    def start(size: int) -> Ranks:
-        started.append(Ranks(size))
-        return started[-1]
-
-    yield start
-    for ranks in started:
-        ranks.end()
-
-
-def test_each_collective_is_compared(fresh: Any) -> None:
-    (quiet, collectives), *_ = fresh(2).run(control_bytes, "0")
-    (compared, same), *_ = fresh(2).run(control_bytes, "1")
-    assert same == collectives > 0
-    assert compared - quiet >= 32 * collectives
-
-
-def test_ranks_that_differ_are_named_at_once(fresh: Any) -> None:
-    for text in fresh(2).run(diverge):
-        assert "unit '0'" in text
-        assert "unit '2'" in text
-        assert "rank 0" in text
-        assert "rank 1" in text
-
-
-def wait_in_vain(shared: str) -> str:
+@pytest.mark.parametrize("shared", ["1", "0"])
+@on_ranks(2, fresh=True)
+def test_the_time_out_is_that_of_the_process_group(shared: str) -> None:
     """Rank 1 comes too late."""
     os.environ["FSDP_SHARED_MEMORY"] = shared
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -88,13 +72,6 @@ def wait_in_vain(shared: str) -> str:
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(7)
-    with pytest.raises(libfsdp.CommError) as raised:
+    parts = ["Timed out waiting 3000ms", "receiving from rank 1"] if dist.get_rank() == 0 else []
+    with raises(libfsdp.CommError, *parts):
         layer(torch.ones(2, 4))
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("shared", ["1", "0"])
-def test_the_time_out_is_that_of_the_process_group(fresh: Any, shared: str) -> None:
-    waited, _ = fresh(2).run(wait_in_vain, shared)
-    assert "Timed out waiting 3000ms" in waited
-    assert "receiving from rank 1" in waited

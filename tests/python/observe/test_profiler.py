@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from libfsdp import fully_shard
 
 
-def profile_step() -> Counter[str]:
-    """How often each range comes in the third step of two blocks and a root."""
+@on_ranks(2)
+def test_ranges_have_the_names_of_fsdp2() -> None:
+    """And come as often, in the third step of two blocks and a root."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
     fully_shard(model[0])
@@ -24,28 +25,25 @@ def profile_step() -> Counter[str]:
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         model(torch.ones(3, 4)).sum().backward()
-    return Counter(event.name for event in profiled.events() if event.name.startswith("FSDP::"))
+    found = Counter(event.name for event in profiled.events() if event.name.startswith("FSDP::"))
+    assert found == {
+        "FSDP::root_pre_forward": 1,
+        "FSDP::root_post_backward_callback": 1,
+        # The root stays gathered from forward to backward, the last block is still there, the first one is gathered twice.
+        "FSDP::all_gather (Sequential)": 1,
+        "FSDP::all_gather (2)": 1,
+        "FSDP::all_gather (0)": 2,
+        **{
+            f"FSDP::{what} ({unit})": 1
+            for what in ("pre_forward", "post_forward", "pre_backward", "post_backward_reduce")
+            for unit in ("Sequential", "0", "2")
+        },
+    }
 
 
-def test_ranges_have_the_names_of_fsdp2(ranks: StartRanks) -> None:
-    for found in ranks(2).run(profile_step):
-        assert found == {
-            "FSDP::root_pre_forward": 1,
-            "FSDP::root_post_backward_callback": 1,
-            # The root stays gathered from forward to backward, the last block is still there, the first one is gathered twice.
-            "FSDP::all_gather (Sequential)": 1,
-            "FSDP::all_gather (2)": 1,
-            "FSDP::all_gather (0)": 2,
-            **{
-                f"FSDP::{what} ({unit})": 1
-                for what in ("pre_forward", "post_forward", "pre_backward", "post_backward_reduce")
-                for unit in ("Sequential", "0", "2")
-            },
-        }
-
-
-def memory_by_range() -> dict[str, int]:
-    """Bytes that torch's allocator gave within each range of the library, while a model was sharded and trained for a step."""
+@on_ranks(2)
+def test_memory_is_shown_by_its_kind() -> None:
+    """By the bytes that torch's allocator gave within each range of the library, while a model was sharded and trained for a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -58,9 +56,4 @@ def memory_by_range() -> dict[str, int]:
             found[event.name.removeprefix("libfsdp::")] += event.cpu_memory_usage
     gradients = sum(p.grad.to_local().nbytes for p in model.parameters())
     assert found["main_gradients"] >= gradients
-    return dict(found)
-
-
-def test_memory_is_shown_by_its_kind(ranks: StartRanks) -> None:
-    for found in ranks(2).run(memory_by_range):
-        assert all(found[kind] > 0 for kind in ("main_parameters", "gathered_parameters", "unreduced_gradients"))
+    assert all(found[kind] > 0 for kind in ("main_parameters", "gathered_parameters", "unreduced_gradients"))

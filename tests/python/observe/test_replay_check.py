@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.ranks import RankError, StartRanks
+from support.states import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -114,7 +115,9 @@ def trained(options: dict[str, Any], replicas: int, accumulates: bool, every: in
     return [*(p.to_local().clone() for p in model.parameters()), *model.buffers(), losses, torch.rand(1)]
 
 
-def clean_steps_are_as_without_checks(size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_clean_steps_are_as_without_checks(size: int) -> None:
     bf16 = libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cases: list[tuple[dict[str, Any], int, bool]] = [({}, 1, False), ({}, 1, True), ({"mp_policy": bf16}, 1, True)]
     cases += [({"reshard_after_forward": False}, 1, False)]
@@ -124,21 +127,13 @@ def clean_steps_are_as_without_checks(size: int) -> None:
         expected = trained(options, replicas, accumulates, 0)
         for every in (1, 2):
             found = trained(options, replicas, accumulates, every)
-            for a, b in zip(expected, found, strict=True):
-                assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (
-                    options,
-                    replicas,
-                    accumulates,
-                    every,
-                )
+            assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_clean_steps_are_as_without_checks(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(clean_steps_are_as_without_checks, size)
-
-
-def flipped_bits_are_found(flips: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks("size")
+def test_flipped_bits_are_found() -> None:
+    flips = 8
     chosen = random.Random(3)
     model = blocks({}, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -177,11 +172,6 @@ def flipped_bits_are_found(flips: int) -> None:
         assert f"unit '{block}'" in error, error
         assert f"on rank {damager}" in error, error
         assert step(number) == ""
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_flipped_bits_are_found(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(flipped_bits_are_found, 8)
 
 
 class Choice(nn.Module):
@@ -268,7 +258,8 @@ def forward_and_sum_backward(model: Any, x: torch.Tensor) -> None:
     model(x).square().sum().backward()
 
 
-def writes_that_nobody_is_told_of_give_no_alarm() -> None:
+@on_ranks(2)
+def test_writes_that_nobody_is_told_of_give_no_alarm() -> None:
     """Strategies keep whole parameters between steps, which the next forward replaces: what it frees is no damage."""
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         torch.manual_seed(0)
@@ -284,19 +275,12 @@ def writes_that_nobody_is_told_of_give_no_alarm() -> None:
         assert check.checked == 2, strategy  # The first microbatch forms the model.
 
 
-def test_writes_that_nobody_is_told_of_give_no_alarm(ranks: StartRanks) -> None:
-    ranks(2).run(writes_that_nobody_is_told_of_give_no_alarm)
-
-
-def what_is_not_sharded_is_refused() -> None:
+@on_ranks(1)
+def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="is not sharded"):
         libfsdp.ReplayCheck(nn.Linear(2, 2), every=1)
     with pytest.raises(libfsdp.Error, match="every must be positive, got 0"):
         libfsdp.ReplayCheck(blocks({}, 1), every=0)
-
-
-def test_what_is_not_sharded_is_refused(ranks: StartRanks) -> None:
-    ranks(1).run(what_is_not_sharded_is_refused)
 
 
 def one_rank_fails() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.strategies import a_step, every_strategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,7 +54,9 @@ def sharded_blocks(mesh: DeviceMesh | None = None) -> Any:
     return libfsdp.fully_shard(model, mesh=mesh)
 
 
-def a_late_rank_is_named(replicas: int) -> None:
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@on_ranks("size")
+def test_a_late_rank_is_named(replicas: int) -> None:
     """With replicas, rank 2 waits for rank 0, which waits for the late one: that one is the cause."""
     shape = (replicas, dist.get_world_size() // replicas)
     model = sharded_blocks(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if replicas > 1 else None)
@@ -84,7 +86,8 @@ def a_late_rank_is_named(replicas: int) -> None:
             raise AssertionError(f"{place} of {number}: {report}")
 
 
-def numbers_are_those_of_the_statistics() -> None:
+@on_ranks(2)
+def test_numbers_are_those_of_the_statistics() -> None:
     model = sharded_blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="first forward"):
@@ -113,7 +116,9 @@ def numbers_are_those_of_the_statistics() -> None:
         libfsdp.step_report(nn.Linear(1, 1))
 
 
-def strategies() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks("size")
+def test_every_strategy_has_a_report() -> None:
     for model, optimizer, _ in every_strategy():
         for step in (1, 2):
             a_step(model, "transformer", step, optimizer)
@@ -125,7 +130,8 @@ def strategies() -> None:
         assert report.peak_bytes > 0
 
 
-def accumulation_is_one_step() -> None:
+@on_ranks(2)
+def test_accumulation_is_one_step() -> None:
     model = sharded_blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(model, optimizer, 1)
@@ -136,7 +142,9 @@ def accumulation_is_one_step() -> None:
     assert libfsdp.step_report(model, steps=10).steps == 2
 
 
-def backwards_before_the_last_are_of_its_step(before_the_first_forward: bool, inner: bool) -> None:
+@pytest.mark.parametrize(("before_the_first_forward", "inner"), [(True, False), (False, False), (False, True)])
+@on_ranks(2)
+def test_backwards_before_the_last_are_of_its_step(before_the_first_forward: bool, inner: bool) -> None:
     model = sharded_blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not before_the_first_forward:
@@ -148,28 +156,3 @@ def backwards_before_the_last_are_of_its_step(before_the_first_forward: bool, in
         optimizer.step()
         optimizer.zero_grad()
     assert libfsdp.step_report(model, steps=10).steps == (2 if before_the_first_forward else 3)
-
-
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2)])
-def test_a_late_rank_is_named(ranks: StartRanks, size: int, replicas: int) -> None:
-    ranks(size).run(a_late_rank_is_named, replicas)
-
-
-def test_numbers_are_those_of_the_statistics(ranks: StartRanks) -> None:
-    ranks(2).run(numbers_are_those_of_the_statistics)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_strategy_has_a_report(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(strategies)
-
-
-def test_accumulation_is_one_step(ranks: StartRanks) -> None:
-    ranks(2).run(accumulation_is_one_step)
-
-
-@pytest.mark.parametrize(("before_the_first_forward", "inner"), [(True, False), (False, False), (False, True)])
-def test_backwards_before_the_last_are_of_its_step(
-    ranks: StartRanks, before_the_first_forward: bool, inner: bool
-) -> None:
-    ranks(2).run(backwards_before_the_last_are_of_its_step, before_the_first_forward, inner)
