@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import training
-from support.marks import at_night
-from support.ranks import StartRanks
+from support.marks import at_night, needs_transformers, on_ranks
 from support.training import batch_of, mesh_of, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 CASES = training.CASES
 STEPS = 7  # From the sixth on, steps are alike; the first ones may need more.
-MODELS = ["transformer", "mlp", "tied", "odd_shapes", "hf_gpt2", "hf_llama"]
+MODELS = ["transformer", "mlp", "tied", "odd_shapes"]
 
 
 def sharded(case_name: str, **options: Any) -> Any:
@@ -69,7 +68,21 @@ def needed(case_name: str, **assumed: Any) -> int:
     return 1 + int(text.split("too small by ")[1].split()[0])
 
 
-def within(case_name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "case_name", "count"),
+    [
+        *((2, case, 4) for case in MODELS),
+        *(
+            pytest.param(2, case, count, marks=[needs_transformers, *night])
+            for case in ("hf_gpt2", "hf_llama")
+            for count, night in ((4, ()), (10, (pytest.mark.nightly,)))
+        ),
+        (4, "transformer", 10),
+        *(at_night(2, case, 10) for case in MODELS),
+    ],
+)
+@on_ranks("size")
+def test_runs_stay_within_budgets(case_name: str, count: int) -> None:
     least = needed(case_name)
     whole = sum(p.numel() * p.element_size() for p in seeded(CASES[case_name]).parameters())
     _, without = train(case_name, sharded(case_name))
@@ -83,17 +96,6 @@ def within(case_name: str, count: int) -> None:
         assert peak <= most <= budget, text
         assert most >= smaller, text
     assert gathered <= without  # With the largest budget.
-
-
-@pytest.mark.parametrize(("case", "count"), [*((case, 4) for case in MODELS), *(at_night(case, 10) for case in MODELS)])
-def test_runs_stay_within_budgets(ranks: StartRanks, case: str, count: int) -> None:
-    if case not in CASES:
-        pytest.skip("transformers is not installed")
-    ranks(2).run(within, case, count)
-
-
-def test_runs_of_four_ranks_stay_within_budgets(ranks: StartRanks) -> None:
-    ranks(4).run(within, "transformer", 10)
 
 
 def needs(model: Any) -> int:
@@ -136,7 +138,16 @@ def accumulate(case_name: str, model: Any, mode: str, since: int) -> int:
 ACCUMULATIONS = ["reduced", "unreduced", "root alone", "kept", "left"]
 
 
-def accumulated(case_name: str, replicas: int, modes: list[str], count: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "case_name", "replicas", "modes", "count"),
+    [
+        (2, "transformer", 1, ACCUMULATIONS, 1),
+        (4, "transformer", 2, ["unreduced", "inner"], 1),  # partial sums of replicas
+        *(at_night(2, case, 1, ACCUMULATIONS, 8) for case in ("transformer", "mlp", "odd_shapes")),
+    ],
+)
+@on_ranks("size")
+def test_gradients_that_add_up_stay_within_budgets(case_name: str, replicas: int, modes: list[str], count: int) -> None:
     whole = sum(p.numel() * p.element_size() for p in seeded(CASES[case_name]).parameters())
 
     def with_budget(bytes_: int, microbatches: int = 1) -> Any:
@@ -164,18 +175,8 @@ def accumulated(case_name: str, replicas: int, modes: list[str], count: int) -> 
                 assert "gradients: those of several backwards add up" in text, text
 
 
-@pytest.mark.parametrize(
-    ("case", "count"), [("transformer", 1), *(at_night(case, 8) for case in ("transformer", "mlp", "odd_shapes"))]
-)
-def test_gradients_that_add_up_stay_within_budgets(ranks: StartRanks, case: str, count: int) -> None:
-    ranks(2).run(accumulated, case, 1, ACCUMULATIONS, count)
-
-
-def test_partial_sums_of_replicas_stay_within_budgets(ranks: StartRanks) -> None:
-    ranks(4).run(accumulated, "transformer", 2, ["unreduced", "inner"], 1)
-
-
-def as_without() -> None:
+@on_ranks(2)
+def test_what_is_chosen_changes_no_value() -> None:
     case = CASES["transformer"]
     plain, chosen = sharded("transformer"), sharded("transformer", memory_budget=1 << 30)
     for step in range(3):
@@ -190,11 +191,8 @@ def as_without() -> None:
     assert "which saves " in libfsdp.explain(chosen)
 
 
-def test_what_is_chosen_changes_no_value(ranks: StartRanks) -> None:
-    ranks(2).run(as_without)
-
-
-def explained() -> None:
+@on_ranks(2)
+def test_why_is_said() -> None:
     least = needed("transformer")
     lines = {}
     for budget in (least, 1 << 30):
@@ -206,11 +204,8 @@ def explained() -> None:
     assert lines[least][-1].startswith("kept from forward into backward: ")
 
 
-def test_why_is_said(ranks: StartRanks) -> None:
-    ranks(2).run(explained)
-
-
-def counted() -> None:
+@on_ranks(2)
+def test_activations_and_the_optimizer_count_as_given() -> None:
     train("transformer", model := sharded("transformer"), 1)
     # More than gradients: on a CPU, the larger of the two counts, as activations are gone when gradients are complete.
     more = {libfsdp.unit_info(model)[1].name: 1 << 20}
@@ -219,11 +214,8 @@ def counted() -> None:
     assert with_activations > 1 << 20
 
 
-def test_activations_and_the_optimizer_count_as_given(ranks: StartRanks) -> None:
-    ranks(2).run(counted)
-
-
-def too_small() -> None:
+@on_ranks(2)
+def test_a_budget_that_is_too_small_is_refused_on_all_ranks() -> None:
     least = needed("transformer")
     text = message_of_forward("transformer", memory_budget=least - 10)
     assert "is too small by 10 bytes: even with prefetch_depth " in text
@@ -236,11 +228,8 @@ def too_small() -> None:
     assert "memory_budget" in differing
 
 
-def test_a_budget_that_is_too_small_is_refused_on_all_ranks(ranks: StartRanks) -> None:
-    ranks(2).run(too_small)
-
-
-def adjusted() -> None:
+@on_ranks(2)
+def test_measured_activations_correct_the_choice() -> None:
     case = CASES["transformer"]
     rank = dist.get_rank()
     unit = "blocks.1"
@@ -277,10 +266,6 @@ def adjusted() -> None:
         libfsdp.adjust_memory_budget(plain, 0)
 
 
-def test_measured_activations_correct_the_choice(ranks: StartRanks) -> None:
-    ranks(2).run(adjusted)
-
-
 HALF: Any = 0.5
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": "1"}, ValueError, "memory_budget: '1' is no size: write a number and a unit"),
@@ -291,14 +276,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_wrong_budgets_are_refused_at_once() -> None:
     for options, error, text in WRONG:
         with pytest.raises(error, match=text):
             libfsdp.fully_shard(nn.Linear(4, 4), mesh=mesh_of(1), **options)
-
-
-def test_wrong_budgets_are_refused_at_once(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
 
 
 def test_budgets_are_sizes_and_are_checked_where_they_are_made() -> None:
@@ -389,7 +371,9 @@ def count_calls(modules: dict[str, nn.Module]) -> dict[str, int]:
     return calls
 
 
-def recomputing() -> None:
+@pytest.mark.parametrize("world", [2, at_night(4)])
+@on_ranks("world")
+def test_the_fewest_units_recompute() -> None:
     plain = layers()
     train_layers(plain, STEPS)
     least = least_of(activations=KEPT, recomputable=INPUTS)
@@ -427,12 +411,8 @@ def recomputing() -> None:
     train_layers(model, 1)
 
 
-@pytest.mark.parametrize("world", [2, at_night(4)])
-def test_the_fewest_units_recompute(ranks: StartRanks, world: int) -> None:
-    ranks(world).run(recomputing)
-
-
-def not_recomputable() -> None:
+@on_ranks(2)
+def test_units_that_can_not_recompute_are_refused() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     libfsdp.fully_shard(model[0][0])
     libfsdp.fully_shard(model[0])
@@ -444,10 +424,6 @@ def not_recomputable() -> None:
     )
     text = message_of_forward("transformer", memory_budget=MemoryBudget(1 << 30, recomputable={"x": 1}))
     assert "recomputable names ['x'], which are no units" in text
-
-
-def test_units_that_can_not_recompute_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(not_recomputable)
 
 
 def test_a_forward_of_its_own_comes_back() -> None:

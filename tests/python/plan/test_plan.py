@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import hugging_face, training
-from support.marks import at_night
+from support.marks import at_night, needs_transformers, on_ranks
 from support.models import Case, Transformer, floats
-from support.ranks import StartRanks
 from support.training import batch_of, mesh_of, seeded
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -109,56 +108,38 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_all(case_name: str, names: list[str], replicas: int, more: dict[str, Any]) -> None:
+BATCH_NORM = ["fsdp"]  # Its averages are kept in fp32, which torch does not mix with bf16 on a CPU.
+LAYERS = ["fsdp", "bf16 reductions"]
+SOME = ["fsdp", "bf16 offload", "kept", "optim_grads"]
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "names", "replicas", "more"),
+    [
+        (2, "transformer", list(OPTIONS), 1, {}),
+        (4, "transformer", list(OPTIONS), 1, {}),
+        (4, "transformer", list(OPTIONS), 2, {}),
+        *((2, "transformer", list(OPTIONS) if how == "unreduced" else SOME, 1, more) for how, more in ACCUMULATION.items()),
+        *((4, "transformer", ["fsdp", "bf16", "optim", "kept"], 2, more) for more in ACCUMULATION.values()),
+        # Shards that are cut over both dimensions, and if they are even.
+        (4, "even", ["fsdp", "bf16", "offload", "kept"], 2, {"outer_placements": "optim"}),
+        (4, "transformer", ["fsdp", "bf16", "kept"], 2, {"outer_placements": "optim_if_even"}),
+        (4, "transformer", ["fsdp", "bf16"], 1, {"reshard_after_forward": 2}),
+        *((2, case, LAYERS, 1, {}) for case in ("mlp", "one_unit", "tied", "odd_shapes")),
+        (2, "batch_norm", BATCH_NORM, 1, {}),
+        *(
+            pytest.param(2, f"hf_{case}", ["fsdp", "bf16"], 1, {}, marks=needs_transformers)
+            for case in ("gpt2", "llama", "qwen2", "bert", "vit")
+        ),
+    ],
+)
+@on_ranks("size")
+def test_what_ranks_need_and_send(case: str, names: list[str], replicas: int, more: dict[str, Any]) -> None:
     for name in names:
         try:
-            compare(CASES[case_name], {**OPTIONS[name], **more}, replicas)
+            compare(CASES[case], {**OPTIONS[name], **more}, replicas)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-
-
-def test_what_two_ranks_need_and_send(ranks: StartRanks) -> None:
-    ranks(2).run(compare_all, "transformer", list(OPTIONS), 1, {})
-
-
-def test_what_four_ranks_need_and_send(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, "transformer", list(OPTIONS), 1, {})
-
-
-@pytest.mark.parametrize("accumulation", ACCUMULATION)
-def test_gradients_that_add_up(ranks: StartRanks, accumulation: str) -> None:
-    options = list(OPTIONS) if accumulation == "unreduced" else ["fsdp", "bf16 offload", "kept", "optim_grads"]
-    ranks(2).run(compare_all, "transformer", options, 1, ACCUMULATION[accumulation])
-
-
-def test_gradients_that_add_up_on_replicas(ranks: StartRanks) -> None:
-    for options in ACCUMULATION.values():
-        ranks(4).run(compare_all, "transformer", ["fsdp", "bf16", "optim", "kept"], 2, options)
-
-
-def test_replicas(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, "transformer", list(OPTIONS), 2, {})
-
-
-def test_shards_that_are_cut_over_both_dimensions(ranks: StartRanks) -> None:
-    sharded = ["fsdp", "bf16", "offload", "kept"]
-    ranks(4).run(compare_all, "even", sharded, 2, {"outer_placements": "optim"})
-
-
-def test_shards_that_are_cut_over_both_dimensions_if_they_are_even(ranks: StartRanks) -> None:
-    sharded = ["fsdp", "bf16", "kept"]
-    ranks(4).run(compare_all, "transformer", sharded, 2, {"outer_placements": "optim_if_even"})
-
-
-def test_copies_of_neighbours(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, "transformer", ["fsdp", "bf16"], 1, {"reshard_after_forward": 2})
-
-
-@pytest.mark.parametrize("case", ["mlp", "one_unit", "tied", "odd_shapes", "batch_norm"])
-def test_other_models(ranks: StartRanks, case: str) -> None:
-    # Batch norms keep averages in fp32, which torch does not mix with bf16 on a CPU.
-    options = ["fsdp"] if case == "batch_norm" else ["fsdp", "bf16 reductions"]
-    ranks(2).run(compare_all, case, options, 1, {})
 
 
 class RandomBlock(nn.Module):
@@ -211,7 +192,15 @@ def random_case(seed: int) -> tuple[Case, dict[str, Any]]:
     return Case(build, floats(3, width), units), options
 
 
-def compare_random(first: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "first", "count"),
+    [
+        (2, 0, 4),
+        *(at_night(size, first, 25) for size in (2, 4) for first in range(100, 200, 25)),
+    ],
+)
+@on_ranks("size")
+def test_random_models(first: int, count: int) -> None:
     for seed in range(first, first + count):
         case, options = random_case(seed)
         replicas = 2 if dist.get_world_size() == 4 and seed % 2 else 1
@@ -224,23 +213,6 @@ def compare_random(first: int, count: int) -> None:
                     assert without_inputs[kind] >= memory[kind], f"without inputs, {kind}: {without_inputs[kind]} < {memory[kind]}"
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {replicas} replicas, {options}: {error}") from error
-
-
-@pytest.mark.parametrize(
-    ("size", "first", "count"),
-    [
-        (2, 0, 4),
-        *(at_night(size, first, 25) for size in (2, 4) for first in range(100, 200, 25)),
-    ],
-)
-def test_random_models(ranks: StartRanks, size: int, first: int, count: int) -> None:
-    ranks(size).run(compare_random, first, count)
-
-
-@pytest.mark.skipif(not hugging_face.available(), reason="transformers is not installed")
-@pytest.mark.parametrize("case", ["hf_gpt2", "hf_llama", "hf_qwen2", "hf_bert", "hf_vit"])
-def test_models_of_transformers(ranks: StartRanks, case: str) -> None:
-    ranks(2).run(compare_all, case, ["fsdp", "bf16"], 1, {})
 
 
 def test_worlds_that_are_not_there() -> None:
@@ -474,7 +446,8 @@ AROUND = Case(
 TWICE = Case(lambda: nn.Sequential(*2 * [nn.Linear(64, 16), nn.Linear(16, 64)]), floats(4, 64), lambda m: [m[0], m[1]])
 
 
-def in_its_order() -> None:
+@on_ranks(2)
+def test_order_of_uses() -> None:
     x = (torch.empty(4, 16, device="meta"),)
     memory = compare(AROUND, {}, inputs=x)
     compare(TWICE, {})
@@ -484,10 +457,6 @@ def in_its_order() -> None:
     libfsdp.plan(model, libfsdp.PlannedMesh(2), inputs=(torch.empty(4, 64, device="meta"),))
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
     assert plan_of(AROUND, {}, 1).memory["unreduced_gradients.peak"] >= memory["unreduced_gradients.peak"]
-
-
-def test_order_of_uses(ranks: StartRanks) -> None:
-    ranks(2).run(in_its_order)
 
 
 def test_moments_and_their_picture() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import mesh_of
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -72,7 +72,17 @@ def measured(options: dict[str, Any], replicas: int) -> dict[str, int]:
     return {**found, "OPT": found["OPT"] - steps, "Total": found["Total"] - steps}
 
 
-def compare_all(names: list[str], replicas: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "names", "replicas", "more"),
+    [
+        (2, list(OPTIONS), 1, {}),
+        (4, ["fsdp", "bf16"], 1, {}),
+        (4, ["fsdp", "bf16 reductions"], 2, {}),
+        (4, ["fsdp"], 1, {"reshard_after_forward": 2}),
+    ],
+)
+@on_ranks("size")
+def test_what_torchs_tool_finds(names: list[str], replicas: int, more: dict[str, Any]) -> None:
     for name in names:
         options = {**OPTIONS[name], **more}
         found = measured(options, replicas)
@@ -94,22 +104,6 @@ def compare_all(names: list[str], replicas: int, more: dict[str, Any]) -> None:
             assert planned["main_gradients"] == found["SHARDED_GRAD"], text
         # There are few activations, and few temporary tensors of backwards.
         assert 1.0 <= (found["Total"] - found["INP"]) / planned["device"] < 1.005, text
-
-
-def test_two_ranks(ranks: StartRanks) -> None:
-    ranks(2).run(compare_all, list(OPTIONS), 1, {})
-
-
-def test_four_ranks(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, ["fsdp", "bf16"], 1, {})
-
-
-def test_replicas(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, ["fsdp", "bf16 reductions"], 2, {})
-
-
-def test_copies_of_neighbours(ranks: StartRanks) -> None:
-    ranks(4).run(compare_all, ["fsdp"], 1, {"reshard_after_forward": 2})
 
 
 @pytest.mark.parametrize(
