@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.marks import on_ranks
 from support.ranks import StartRanks
 from support.states import assert_same_state, train_more, trained
 from torch.distributed.checkpoint import FileSystemReader
@@ -82,14 +83,11 @@ def values_of(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_is_no_such_state_is_refused() -> None:
     model, optimizer = trained("mlp", "libfsdp", steps=0)
     state = get_checkpoint_state(model)
     with pytest.raises(ValueError, match="has no 'optimizer'"):
         set_checkpoint_state(model, optimizer, state)
     with pytest.raises(ValueError, match=r"do not begin with 'module\.'"):
         set_checkpoint_state(model, None, {"model": model.state_dict()})
-
-
-def test_what_is_no_such_state_is_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)

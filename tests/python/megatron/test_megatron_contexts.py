@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.placements import WIDTH, Model, batch, mesh_of, placements_of, plain, shard
-from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -26,54 +26,35 @@ from libfsdp.megatron.experimental import (
 from libfsdp.megatron.experimental.module import FsdpModule
 
 
-def refused(kind: str) -> str:
-    mesh, model = mesh_of("zero3"), plain()
+@on_ranks(2)
+def test_what_is_no_strategy_is_one_error() -> None:
+    mesh = mesh_of("zero3")
     named = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("a", "b"))
-    bad: dict[str, Callable[[], Any]] = {
-        "unknown": lambda: fully_shard(model, mesh, Placements([0], [Shard(0)], [Shard(0)], [Replicate()])),
-        "sum": lambda: fully_shard(model, mesh, Placements([0], [Replicate()], [Partial("sum")], [Replicate()])),
-        "columns": lambda: fully_shard(model, mesh, Placements([0], [Shard(1)], [Shard(1)], [Shard(1)])),
-        "lengths": lambda: Placements([0], [Shard(0)], [Shard(0), Shard(0)], [Shard(0)]),
-        "order": lambda: fully_shard(
-            model, named, Placements(["b", "a"], [Shard(0)] * 2, [Shard(0)] * 2, [Shard(0)] * 2)
-        ),
-        "all": lambda: fully_shard(
-            model, named, Placements(["a", "b"], [Shard(0)] * 2, [Shard(0)] * 2, [Shard(0)] * 2)
-        ),
-        "name": lambda: fully_shard(model, mesh, Placements(["c"], [Shard(0)], [Shard(0)], [Shard(0)])),
-        "bounds": lambda: fully_shard(model, mesh, Placements([1], [Shard(0)], [Shard(0)], [Shard(0)])),
-        "divisor": lambda: fully_shard(model, mesh, placements_of("zero3"), grad_divisor=0),
-    }
-    with fully_shard_context():
-        try:
-            bad[kind]()
-        except (ValueError, NotImplementedError) as error:
+    rows, whole = [Shard(0)], [Replicate()]
+    zero3 = placements_of("zero3")
+    refused: list[tuple[str, Callable[[Model], Any]]] = [
+        ("no strategy has placements", lambda m: fully_shard(m, mesh, Placements([0], rows, rows, whole))),
+        ("no strategy has placements", lambda m: fully_shard(m, mesh, Placements([0], whole, [Partial("sum")], whole))),
+        ("no strategy has placements", lambda m: fully_shard(m, mesh, Placements([0], *[[Shard(1)]] * 3))),
+        ("no strategy has placements", lambda m: fully_shard(m, named, Placements(["a", "b"], *[rows * 2] * 3))),
+        ("Expected 1 gradient placements", lambda m: Placements([0], rows, rows * 2, rows)),
+        ("mesh-axis order", lambda m: fully_shard(m, named, Placements(["b", "a"], *[rows * 2] * 3))),
+        ("not present in mesh dim names", lambda m: fully_shard(m, mesh, Placements(["c"], rows, rows, rows))),
+        ("out of bounds", lambda m: fully_shard(m, mesh, Placements([1], rows, rows, rows))),
+        ("grad_divisor must be positive", lambda m: fully_shard(m, mesh, zero3, grad_divisor=0)),
+    ]
+    for text, call in refused:
+        model = plain()
+        with fully_shard_context():
+            with pytest.raises((ValueError, NotImplementedError), match=text):
+                call(model)
             assert type(model) is Model
             assert not any(isinstance(p, DTensor) for p in model.parameters())
-            fully_shard(model, mesh, placements_of("zero3"))  # The module is as it was.
-            return str(error)
-    return ""
+            fully_shard(model, mesh, zero3)  # The module is as it was.
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("unknown", "no strategy has placements"),
-        ("sum", "no strategy has placements"),
-        ("columns", "no strategy has placements"),
-        ("all", "no strategy has placements"),
-        ("lengths", "Expected 1 gradient placements"),
-        ("order", "mesh-axis order"),
-        ("name", "not present in mesh dim names"),
-        ("bounds", "out of bounds"),
-        ("divisor", "grad_divisor must be positive"),
-    ],
-)
-def test_what_is_no_strategy_is_one_error(ranks: StartRanks, kind: str, text: str) -> None:
-    assert all(text in told for told in ranks(2).run(refused, kind))
-
-
-def contexts() -> None:
+@on_ranks(2)
+def test_contexts() -> None:
     mesh, placements = mesh_of("zero3"), placements_of("zero3")
     model = plain()
     with pytest.raises(RuntimeError, match="inside fully_shard_context"):
@@ -110,11 +91,8 @@ def contexts() -> None:
         pass
 
 
-def test_contexts(ranks: StartRanks) -> None:
-    ranks(2).run(contexts)
-
-
-def groups() -> None:
+@on_ranks(2)
+def test_parameter_groups() -> None:
     model = plain()
     model.blocks[1].requires_grad_(False)
     model.head.to(torch.float32)
@@ -145,11 +123,8 @@ def groups() -> None:
     assert block.main_grad.nbytes == block.main_weight.nbytes
 
 
-def test_parameter_groups(ranks: StartRanks) -> None:
-    ranks(2).run(groups)
-
-
-def synchronized_writes() -> None:
+@on_ranks(2)
+def test_writes_that_nothing_else_notices() -> None:
     model, _ = shard(plain(), "zero2")
     x = batch(0, 0)
     before = model(x)
@@ -160,10 +135,6 @@ def synchronized_writes() -> None:
             group.sync_model_weight_from_main_weight()
     assert before.abs().sum() > 0
     assert model(x).abs().sum() == 0
-
-
-def test_writes_that_nothing_else_notices(ranks: StartRanks) -> None:
-    ranks(2).run(synchronized_writes)
 
 
 class _Recorder:
@@ -189,7 +160,8 @@ class _Recorder:
         self.events.append("/" + self.open.pop())
 
 
-def ranges() -> None:
+@on_ranks(2)
+def test_ranges_and_phases() -> None:
     model, _ = shard(plain())
     modules = (model, *model.blocks)
     expected = [
@@ -245,11 +217,9 @@ def ranges() -> None:
     assert nvtx.events == expected[:6]
 
 
-def test_ranges_and_phases(ranks: StartRanks) -> None:
-    ranks(2).run(ranges)
-
-
-def meta_model(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero3"])
+@on_ranks(2)
+def test_models_on_meta_get_memory(kind: str) -> None:
     with torch.device("meta"):
         model = Model()
     model, _ = shard(model, kind)
@@ -263,12 +233,8 @@ def meta_model(kind: str) -> None:
     assert torch.equal(model(x), reference(x))
 
 
-@pytest.mark.parametrize("kind", ["zero0", "zero1", "zero3"])
-def test_models_on_meta_get_memory(ranks: StartRanks, kind: str) -> None:
-    ranks(2).run(meta_model, kind)
-
-
-def freed() -> None:
+@on_ranks(2)
+def test_a_model_that_nobody_has_is_freed() -> None:
     model, context = shard(plain())
     model(batch(0, 0)).sum().backward()
     gone = weakref.ref(model.blocks[0])
@@ -280,16 +246,9 @@ def freed() -> None:
     model(batch(0, 0)).sum().backward()
 
 
-def test_a_model_that_nobody_has_is_freed(ranks: StartRanks) -> None:
-    ranks(2).run(freed)
-
-
-def load_by_assignment() -> None:
+@on_ranks(2)
+def test_assigning_loads_are_refused() -> None:
     model, _ = shard(plain())
     with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)"):
         model.load_state_dict(plain().state_dict(), assign=True)
     model.load_state_dict(model.state_dict())
-
-
-def test_assigning_loads_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(load_by_assignment)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, whole
-from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
@@ -105,7 +105,10 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: list[i
     return losses
 
 
-def train(strategy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_trains_as_one_process_does(strategy: str, options: dict[str, Any]) -> None:
     """Two microbatches a step, as Megatron-Core's schedule without a pipeline runs them; that itself asks for CUDA."""
     core = Core()
     model = core.sharded(strategy, **options)
@@ -131,13 +134,8 @@ def train(strategy: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(whole(p.detach()), reference.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_one_process_does(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(train, strategy, {})
-    ranks(2).run(train, strategy, {"overlap_grad_reduce": True, "overlap_param_gather": True})
-
-
-def take_options() -> None:
+@on_ranks(2)
+def test_options() -> None:
     """Options of Megatron-Core's dataclass, the dtypes among them, reach the class."""
     core = Core()
     model = core.sharded("optim", grad_reduce_in_fp32=True, check_for_nan_in_grad=True).module
@@ -148,7 +146,3 @@ def take_options() -> None:
     other = core.sharded("optim").module
     assert other.mp_policy.main_grads_dtype is None
     assert not other.ddp_config.check_for_nan_in_grad
-
-
-def test_options(ranks: StartRanks) -> None:
-    ranks(2).run(take_options)

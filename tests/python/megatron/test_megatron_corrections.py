@@ -13,8 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.megatron import STRATEGIES, Block, batch, mean_gradients, plain_model, ranks_of, shard, whole
-from support.ranks import StartRanks
+from support.marks import on_ranks
+from support.megatron import (
+    STRATEGIES,
+    Block,
+    assert_same_parameters,
+    batch,
+    mean_gradients,
+    plain_model,
+    ranks_of,
+    set_mean_gradients,
+    shard,
+    whole,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +42,9 @@ from libfsdp.megatron import (
 from libfsdp.megatron import _config as config
 
 
-def first_update(checkpointed: bool) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+@on_ranks(2)
+def test_the_first_update_is_exact(checkpointed: bool) -> None:
     single = plain_model()
     model = shard(plain_model())
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -41,21 +54,15 @@ def first_update(checkpointed: bool) -> None:
         assert not optimizer.state
         optimizer.load_state_dict(state)
     alone = torch.optim.AdamW(single.parameters(), lr=0.1)
-    for p, gradient in zip(single.parameters(), mean_gradients(single, [0]), strict=True):
-        p.grad = gradient
+    set_mean_gradients(single, [0])
     alone.step()
     model(batch(0, dist.get_rank())).square().mean().backward()
     optimizer.step()
-    for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-5, atol=1e-6)
+    assert_same_parameters(model, single, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_first_update_is_exact(ranks: StartRanks, checkpointed: bool) -> None:
-    ranks(2).run(first_update, checkpointed)
-
-
-def keep_groups() -> None:
+@on_ranks(2)
+def test_groups_of_parameters_survive() -> None:
     module = plain_model()
     decayed = [p for p in module.parameters() if p.ndim > 1]
     others = [p for p in module.parameters() if p.ndim == 1]
@@ -79,35 +86,20 @@ def keep_groups() -> None:
         fully_shard_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1))
 
 
-def test_groups_of_parameters_survive(ranks: StartRanks) -> None:
-    ranks(2).run(keep_groups)
-
-
-def gathers_of(**options: Any) -> tuple[int, int, int]:
-    model = shard(plain_model(blocks=4), **options)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(3):
-        before = libfsdp.wire_stats(model.module)["all_gathers"] if step else 0
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = libfsdp.memory_stats(model.module)
-    return (
-        libfsdp.wire_stats(model.module)["all_gathers"] - before,
-        stats["gathered_parameters.peak"],
-        stats["unreduced_gradients.peak"],
-    )
-
-
-def test_fine_grained_gathers_reach_the_engine(ranks: StartRanks) -> None:
-    plain = ranks(2).run(gathers_with, {})[0]
-    fine = ranks(2).run(gathers_with, {"enable_fine_grained_param_gather": True})[0]
-    assert plain[0] == 2 * 4  # Backward begins with the block that forward has ended with; and the rest of the model.
-    assert fine[0] > 2 * plain[0]  # The layers of each block, one by one.
-
-
-def gathers_with(options: dict[str, Any]) -> tuple[int, int, int]:
-    return gathers_of(**options)
+@on_ranks(2)
+def test_fine_grained_gathers_reach_the_engine() -> None:
+    gathers = []
+    for is_fine in (False, True):
+        model = shard(plain_model(blocks=4), enable_fine_grained_param_gather=is_fine)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            before = libfsdp.wire_stats(model.module)["all_gathers"] if step else 0
+            model(batch(step, dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gathers.append(libfsdp.wire_stats(model.module)["all_gathers"] - before)
+    assert gathers[0] == 2 * 4  # Backward begins with the block that forward has ended with; and the rest of the model.
+    assert gathers[1] > 2 * gathers[0]  # The layers of each block, one by one.
 
 
 def capped(size: int | None, overlap: bool) -> int:
@@ -132,12 +124,13 @@ def capped(size: int | None, overlap: bool) -> int:
     return libfsdp.memory_stats(model.module)["gathered_parameters.peak"]
 
 
-def test_caps_of_what_is_gathered_ahead_are_caps(ranks: StartRanks) -> None:
+@on_ranks(2)
+def test_caps_of_what_is_gathered_ahead_are_caps() -> None:
     block = sum(p.numel() for p in Block(8, 12).parameters())
-    ahead = ranks(2).run(capped, None, True)[0]
-    assert ranks(2).run(capped, block, True)[0] == ahead
-    alone = ranks(2).run(capped, block - 1, True)[0]
-    assert alone == ranks(2).run(capped, None, False)[0]
+    ahead = capped(None, True)
+    assert capped(block, True) == ahead
+    alone = capped(block - 1, True)
+    assert alone == capped(None, False)
     assert ahead - alone >= 4 * block
 
 
@@ -147,17 +140,13 @@ def one_by_one(overlap: bool) -> int:
         model(batch(step, dist.get_rank())).square().mean().backward()
     for p, gradient in zip(model.parameters(), mean_gradients(plain_model(blocks=4), [0, 1]), strict=True):
         if p.grad is not None:
-            assert isinstance(p.grad, DTensor)
-            begin = 0 if dist.get_rank() == 0 else -(-p.size(0) // 2)
-            torch.testing.assert_close(
-                p.grad.to_local(), gradient[begin : begin + p.to_local().size(0)], rtol=1e-5, atol=1e-6
-            )
+            torch.testing.assert_close(p.grad.to_local(), _mine(p, gradient), rtol=1e-5, atol=1e-6)
     return libfsdp.memory_stats(model.module)["unreduced_gradients.peak"]
 
 
-def test_reductions_that_do_not_overlap_end_one_by_one(ranks: StartRanks) -> None:
-    together, apart = ranks(2).run(one_by_one, True)[0], ranks(2).run(one_by_one, False)[0]
-    assert apart < together
+@on_ranks(2)
+def test_reductions_that_do_not_overlap_end_one_by_one() -> None:
+    assert one_by_one(overlap=False) < one_by_one(overlap=True)
 
 
 class WithOdd(nn.Module):
@@ -175,7 +164,9 @@ class WithOdd(nn.Module):
         return self.temperature * (self.body(x) @ self.odd[1])
 
 
-def odd(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_scalars_and_unused_parameters(strategy: str) -> None:
     single = device.move(WithOdd())
     expected = mean_gradients(single, [0, 1])
     model = shard(device.move(WithOdd()), strategy)
@@ -193,18 +184,13 @@ def odd(strategy: str) -> None:
         p.grad = None if name.startswith("unused") else wanted
     alone.step()
     optimizer.step()
-    for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
+    assert_same_parameters(model, single)
     optimizer.zero_grad()
     assert model.module.temperature.grad is None
 
 
-def test_scalars_and_unused_parameters(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(odd, strategy)
-
-
-def empty_shards() -> None:
+@on_ranks(2)
+def test_empty_shards_have_no_gradient() -> None:
     module = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))
     model = shard(module, fsdp_unit_modules=[nn.Linear])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
@@ -219,11 +205,8 @@ def empty_shards() -> None:
         assert any(p.to_local().numel() == 0 for p in model.parameters())
 
 
-def test_empty_shards_have_no_gradient(ranks: StartRanks) -> None:
-    ranks(2).run(empty_shards)
-
-
-def pad() -> None:
+@on_ranks(2)
+def test_padding_is_a_row_per_parameter() -> None:
     """Rows of sizes without a common multiple: shards hold their own rows alone."""
     module = nn.Sequential(nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17, bias=False))
     model = shard(module, fsdp_unit_modules=None)
@@ -236,11 +219,8 @@ def pad() -> None:
     assert gathered <= 4 * (total + sum(p.numel() // p.size(0) for p in model.parameters())) * 1.2
 
 
-def test_padding_is_a_row_per_parameter(ranks: StartRanks) -> None:
-    ranks(2).run(pad)
-
-
-def protocol() -> None:
+@on_ranks(2)
+def test_attributes_are_carried_over() -> None:
     module = plain_model()
     weight = module[0].weight
     carried = {
@@ -265,11 +245,8 @@ def protocol() -> None:
     assert model.module[0].weight.main_grad is model.module[0].weight.grad
 
 
-def test_attributes_are_carried_over(ranks: StartRanks) -> None:
-    ranks(2).run(protocol)
-
-
-def install_later() -> None:
+@on_ranks(2)
+def test_weights_are_installed_before_they_are_used() -> None:
     model = shard(plain_model())
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(batch(0, 0)).sum().backward()
@@ -280,21 +257,6 @@ def install_later() -> None:
     model(batch(0, 0))
 
 
-def test_weights_are_installed_before_they_are_used(ranks: StartRanks) -> None:
-    ranks(2).run(install_later)
-
-
-def per_token(strategy: str) -> None:
-    model = shard(plain_model(), strategy, calculate_per_token_loss=True)
-    model(batch(0, dist.get_rank())).square().mean().backward()
-    for p, mean in zip(model.parameters(), mean_gradients(plain_model(), [0]), strict=True):
-        if p.grad is not None:
-            assert isinstance(p.grad, DTensor)
-            torch.testing.assert_close(
-                p.grad.to_local().double().sum(), _mine(p, 2 * mean).double().sum(), rtol=1e-4, atol=1e-5
-            )
-
-
 def _mine(p: Any, gradient: torch.Tensor) -> torch.Tensor:
     if p.to_local().size(0) == gradient.size(0):
         return gradient
@@ -302,12 +264,18 @@ def _mine(p: Any, gradient: torch.Tensor) -> torch.Tensor:
     return gradient[:half] if dist.get_rank() == 0 else gradient[half:]
 
 
-def test_losses_per_token_are_added_up(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(per_token, strategy)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_losses_per_token_are_added_up(strategy: str) -> None:
+    model = shard(plain_model(), strategy, calculate_per_token_loss=True)
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    for p, mean in zip(model.parameters(), mean_gradients(plain_model(), [0]), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.to_local(), _mine(p, 2 * mean), rtol=1e-4, atol=1e-5)
 
 
-def report() -> None:
+@on_ranks(2)
+def test_reports_of_nan() -> None:
     model = shard(plain_model(), report_nan_in_param_grad=True)
     x = batch(0, 0)
     if dist.get_rank() == 1:
@@ -332,11 +300,8 @@ def report() -> None:
         other.start_grad_sync()
 
 
-def test_reports_of_nan(ranks: StartRanks) -> None:
-    ranks(2).run(report)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused() -> None:
     mesh = ranks_of("fsdp")["device_mesh"]
     for options, text in (
         ({"zero_dp_strategy": 4}, "zero_dp_strategy is 4"),
@@ -359,11 +324,8 @@ def refuse() -> None:
         fully_shard_model(module, device_mesh=mesh, dp_shard_dim="dp")
 
 
-def test_what_does_not_fit_is_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
-
-
-def tell() -> list[str]:
+@on_ranks(2)
+def test_options_without_meaning_are_told_once() -> None:
     config._told.clear()
     said: list[str] = []
     for _ in range(2):
@@ -373,16 +335,13 @@ def tell() -> list[str]:
         said.extend(str(one.message) for one in caught if "changes nothing" in str(one.message))
     assert model.ddp_config.fsdp_double_buffer
     model.param_and_grad_buffer.manual_buffer_registration()
-    return said
-
-
-def test_options_without_meaning_are_told_once(ranks: StartRanks) -> None:
     on_cpu = ["nccl_ub"] if device.TYPE == "cpu" else []
-    for said in ranks(2).run(tell):
-        assert sorted(one.split(" changes")[0] for one in said) == ["average_in_collective", "disable_bucketing", *on_cpu]
+    assert sorted(one.split(" changes")[0] for one in said) == ["average_in_collective", "disable_bucketing", *on_cpu]
 
 
-def build_on_meta(kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hfsdp")])
+@on_ranks("size")
+def test_models_on_meta_get_the_first_ranks_values(kind: str) -> None:
     with torch.device("meta"):
         module = plain_model()
         module.append(nn.MultiheadAttention(8, 2))
@@ -405,23 +364,15 @@ def build_on_meta(kind: str) -> None:
         shard(broken, kind=kind, init_model_with_meta_device=True)
 
 
-def test_models_on_meta_get_the_first_ranks_values(ranks: StartRanks) -> None:
-    ranks(2).run(build_on_meta, "fsdp")
-    ranks(4).run(build_on_meta, "hfsdp")
-
-
-def no_cuda() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@on_ranks(2)
+def test_runs_without_cuda() -> None:
     assert not torch.cuda.is_available()
     model = fully_shard_model(plain_model(), fsdp_unit_modules=["support.megatron.Block"])
     assert isinstance(model.module, nn.Sequential)
     assert model.model_auto_sync
     assert dist.get_world_size(model.dist_index.get_dp_group()) == dist.get_world_size()
     model(batch(0, 0)).sum().backward()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_runs_without_cuda(ranks: StartRanks) -> None:
-    ranks(2).run(no_cuda)
 
 
 def names_of_the_peer() -> set[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import STRATEGIES, AllGather, batch, mean_gradients, mesh_of, whole
-from support.ranks import StartRanks
+from support.marks import on_ranks
+from support.megatron import STRATEGIES, AllGather, assert_same_parameters, batch, mean_gradients, mesh_of, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -61,7 +61,9 @@ class SumOfMine(torch.autograd.Function):
         return torch.cat(parts), None
 
 
-def train_cut_experts(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_experts_that_are_cut(strategy: str) -> None:
     rank = dist.get_rank()
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     single, module = (
@@ -101,13 +103,7 @@ def train_cut_experts(strategy: str) -> None:
         alone.step()
         optimizer.step()
         optimizer.zero_grad()
-    for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_experts_that_are_cut(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(4).run(train_cut_experts, strategy)
+    assert_same_parameters(model, single)
 
 
 class Attention(nn.Module):
@@ -125,7 +121,9 @@ class Attention(nn.Module):
         return x + (self.query(x) @ keys.t()).softmax(-1) @ keys
 
 
-def train_on_parts_of_sequences(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_context_parallelism_in_a_flattened_dimension(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("data", "cp", "tp"))
     mesh["data", "cp"]._flatten("dp_cp")
     models = []
@@ -158,13 +156,7 @@ def train_on_parts_of_sequences(strategy: str) -> None:
         optimizer.step()
         alone.zero_grad()
         optimizer.zero_grad()
-    for p, q in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_context_parallelism_in_a_flattened_dimension(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(4).run(train_on_parts_of_sequences, strategy)
+    assert_same_parameters(model, single)
 
 
 class Layer(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, batch, gathered_gradients, plain_model, shard
-from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
@@ -88,25 +88,27 @@ def cell(
         model.zero_grad_buffer()
 
 
-def grid(strategy: str, names: list[tuple[str | None, ...]], own: torch.dtype) -> None:
+HALVES = [("fp32", "fp16", "fp16"), ("fp16", "fp32", "fp16"), (None, None, None), ("fp32", "fp32", "fp16")]
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [(list(itertools.product(VALUES, VALUES, VALUES)), torch.bfloat16), (HALVES, torch.float16)],
+    ids=["each cell of the table", "half precision"],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_dtypes(strategy: str, names: list[tuple[str | None, ...]], own: torch.dtype) -> None:
     warnings.simplefilter("ignore")
     computed = reference(own, 3)
     for one in names:
         cell(strategy, one, own, computed)
 
 
+@pytest.mark.parametrize("names", [("fp32", None, None), ("fp32", "bf16", "fp32"), (None, "fp32", "bf16")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_cell_of_the_table(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(grid, strategy, list(itertools.product(VALUES, VALUES, VALUES)), torch.bfloat16)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_half_precision(ranks: StartRanks, strategy: str) -> None:
-    names = [("fp32", "fp16", "fp16"), ("fp16", "fp32", "fp16"), (None, None, None), ("fp32", "fp32", "fp16")]
-    ranks(2).run(grid, strategy, names, torch.float16)
-
-
-def optimize(strategy: str, names: tuple[str | None, ...]) -> None:
+@on_ranks(2)
+def test_optimizers_find_gradients_in_their_dtype(strategy: str, names: tuple[str | None, ...]) -> None:
     warnings.simplefilter("ignore")
     own = torch.bfloat16
     main = resolved(names, own)[0]
@@ -130,13 +132,8 @@ def optimize(strategy: str, names: tuple[str | None, ...]) -> None:
     assert total[-1] < 0.5 * total[0]
 
 
-@pytest.mark.parametrize("names", [("fp32", None, None), ("fp32", "bf16", "fp32"), (None, "fp32", "bf16")])
-def test_optimizers_find_gradients_in_their_dtype(ranks: StartRanks, names: tuple[str | None, ...]) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(optimize, strategy, names)
-
-
-def accumulate_copies() -> None:
+@on_ranks(2)
+def test_copies_of_main_gradients() -> None:
     """Where grad is a copy of the main gradient, later backwards add to the main one, and what users change counts."""
     warnings.simplefilter("ignore")
     policy = MixedPrecisionPolicy("fp32", "bf16", None)
@@ -155,10 +152,6 @@ def accumulate_copies() -> None:
     backward()
     for a, b in zip(one, gathered_gradients(model), strict=True):
         torch.testing.assert_close(5 * a, b, rtol=0.01, atol=1e-3)
-
-
-def test_copies_of_main_gradients(ranks: StartRanks) -> None:
-    ranks(2).run(accumulate_copies)
 
 
 def test_policies() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.placements import NESTED, ZERO, batch, mesh_of, plain, shard, whole, wire
 from support.ranks import StartRanks
 from torch import nn
@@ -85,7 +85,15 @@ def trained_sharded(model: Any, microbatches: int, context: FsdpContext | None) 
     return train(model, microbatches, backward)
 
 
-def equals_unsharded_and_fsdp2(kind: str, microbatches: int, inner: int | None) -> None:
+@pytest.mark.parametrize("microbatches", [at_night(1), 3])
+@pytest.mark.parametrize(
+    ("kind", "size", "inner"),
+    [(kind, size, None) for kind in ZERO for size in (2, 4)]
+    + [(kind, 4, 2) for kind in NESTED]
+    + [("hfsdp", 2, 1), ("hsdp3", 2, 2)],
+)
+@on_ranks("size")
+def test_placements_train_as_unsharded_and_as_fsdp2(kind: str, inner: int | None, microbatches: int) -> None:
     mesh = mesh_of(kind, inner)
     model, context = shard(plain(outputs=3), kind, mesh)
     got = trained_sharded(model, microbatches, context)
@@ -95,19 +103,6 @@ def equals_unsharded_and_fsdp2(kind: str, microbatches: int, inner: int | None) 
     for expected in (trained_whole(microbatches), trained_sharded(other, microbatches, None)):
         for mine, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("microbatches", [at_night(1), 3])
-@pytest.mark.parametrize(
-    ("kind", "size", "inner"),
-    [(kind, size, None) for kind in ZERO for size in (2, 4)]
-    + [(kind, 4, 2) for kind in NESTED]
-    + [("hfsdp", 2, 1), ("hsdp3", 2, 2)],
-)
-def test_placements_train_as_unsharded_and_as_fsdp2(
-    ranks: StartRanks, kind: str, size: int, inner: int | None, microbatches: int
-) -> None:
-    ranks(size).run(equals_unsharded_and_fsdp2, kind, microbatches, inner)
 
 
 def bits_of(kind: str) -> list[torch.Tensor]:
@@ -123,11 +118,11 @@ def bits_of(kind: str) -> list[torch.Tensor]:
     return seen + [whole(p).detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_strategies_give_the_same_bits(ranks: StartRanks, size: int) -> None:
-    expected, *others = (ranks(size).run(bits_of, kind)[0] for kind in ZERO)
+@on_ranks(2, 4)
+def test_strategies_give_the_same_bits() -> None:
+    expected, *others = (bits_of(kind) for kind in ZERO)
     for got in others:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+        assert all(map(torch.equal, got, expected))
 
 
 def wire_of_microbatches(kind: str) -> list[tuple[int, int, int]]:
@@ -195,7 +190,9 @@ def test_placements_say_what_each_rank_holds(ranks: StartRanks) -> None:
         assert total // parameter_pieces <= between_steps < 1.1 * total // parameter_pieces
 
 
-def mixed_precision(precision_aware: bool) -> None:
+@pytest.mark.parametrize("precision_aware", [False, True])
+@on_ranks(2)
+def test_optimizer_steps_on_gradients_of_another_dtype(precision_aware: bool) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=None)
     model, _ = shard(plain(torch.bfloat16), mixed_precision_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
@@ -227,12 +224,8 @@ def mixed_precision(precision_aware: bool) -> None:
         optimizer.step(lambda: 0.0)
 
 
-@pytest.mark.parametrize("precision_aware", [False, True])
-def test_optimizer_steps_on_gradients_of_another_dtype(ranks: StartRanks, precision_aware: bool) -> None:
-    ranks(2).run(mixed_precision, precision_aware)
-
-
-def wire_dtypes() -> list[int]:
+@on_ranks(2)
+def test_gradients_travel_in_the_policys_dtype() -> None:
     sent = []
     for policy in (
         MixedPrecisionPolicy(main_grads_dtype=torch.float32),
@@ -245,15 +238,12 @@ def wire_dtypes() -> list[int]:
         model(x).sum().backward()
         sent.append(libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before)
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    return sent
-
-
-def test_gradients_travel_in_the_policys_dtype(ranks: StartRanks) -> None:
-    in_fp32, in_bf16 = ranks(2).run(wire_dtypes)[0]
+    in_fp32, in_bf16 = sent
     assert in_fp32 == 2 * in_bf16
 
 
-def divided() -> None:
+@on_ranks(2)
+def test_grad_divisor() -> None:
     gradients = []
     for divisor in (1, 4):
         model, _ = shard(plain(), grad_divisor=divisor)
@@ -264,11 +254,14 @@ def divided() -> None:
         torch.testing.assert_close(one, 4 * quarter, rtol=1e-12, atol=0)
 
 
-def test_grad_divisor(ranks: StartRanks) -> None:
-    ranks(2).run(divided)
+@pytest.mark.parametrize(
+    ("size", "kind", "other_kind"),
+    [(2, "zero3", "zero3"), (2, "zero3", "zero0"), (2, "zero0", "zero1"), (4, "hfsdp", "hsdp3"), (4, "hsdp3", "zero2")],
+)
+@on_ranks("size")
+def test_checkpoints_go_from_any_placements_to_any(tmp_path: Path, kind: str, other_kind: str) -> None:
+    folder = str(tmp_path / "checkpoint")
 
-
-def saved_and_loaded(kind: str, other_kind: str, folder: str) -> None:
     def steps(model: Any, optimizer: torch.optim.Optimizer, first: int) -> None:
         for step in range(first, first + 2):
             model(batch(step, 0)).square().mean().backward()
@@ -297,15 +290,9 @@ def saved_and_loaded(kind: str, other_kind: str, folder: str) -> None:
             torch.testing.assert_close(whole(second.state[q][key]), whole(optimizer.state[p][key]), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "other"),
-    [("zero3", "zero3"), ("zero3", "zero0"), ("zero0", "zero1"), ("hfsdp", "hsdp3"), ("hsdp3", "zero2")],
-)
-def test_checkpoints_go_from_any_placements_to_any(ranks: StartRanks, tmp_path: Path, kind: str, other: str) -> None:
-    ranks(4 if "h" in kind else 2).run(saved_and_loaded, kind, other, str(tmp_path / "checkpoint"))
-
-
-def failed_load(folder: str) -> None:
+@on_ranks(2)
+def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
+    folder = str(tmp_path / "nothing")
     model, _ = shard(plain())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
     model(batch(0, 0)).sum().backward()
@@ -318,11 +305,8 @@ def failed_load(folder: str) -> None:
         assert torch.equal(whole(p.grad), gradient)
 
 
-def test_a_load_that_fails_changes_nothing(ranks: StartRanks, tmp_path: Path) -> None:
-    ranks(2).run(failed_load, str(tmp_path / "nothing"))
-
-
-def repeated_forwards() -> tuple[int, int]:
+@on_ranks(2)
+def test_repeated_forwards_gather_nothing_more() -> None:
     model, _ = shard(plain())
     gathers, gradients = [], []
     for repeats in (False, True):
@@ -335,15 +319,11 @@ def repeated_forwards() -> tuple[int, int]:
         assert all(isinstance(p, DTensor) for p in model.parameters())
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
-    return gathers[0], gathers[1]
+    assert gathers[0] == gathers[1] > 0
 
 
-def test_repeated_forwards_gather_nothing_more(ranks: StartRanks) -> None:
-    once, repeated = ranks(2).run(repeated_forwards)[0]
-    assert repeated == once > 0
-
-
-def validation_between_steps() -> tuple[int, int]:
+@on_ranks(2)
+def test_validation_passes_leave_the_plan_of_memory() -> None:
     model, context = shard(plain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -361,15 +341,12 @@ def validation_between_steps() -> tuple[int, int]:
             optimizer.zero_grad()
         return libfsdp.memory_stats(model)["slots.peak"]
 
-    return steps(False), steps(True)
+    before = steps(False)
+    assert steps(True) == before > 0
 
 
-def test_validation_passes_leave_the_plan_of_memory(ranks: StartRanks) -> None:
-    before, with_validation = ranks(2).run(validation_between_steps)[0]
-    assert with_validation == before > 0
-
-
-def on_some_dimensions() -> None:
+@on_ranks(4)
+def test_other_dimensions_are_tensor_parallel() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -386,7 +363,3 @@ def on_some_dimensions() -> None:
         (reference(batch(0, rank)).square().mean() / 2).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_other_dimensions_are_tensor_parallel(ranks: StartRanks) -> None:
-    ranks(4).run(on_some_dimensions)

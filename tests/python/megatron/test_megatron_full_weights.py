@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.marks import at_night
-from support.megatron import batch, mesh_of, plain_model, shard, whole
+from support.marks import at_night, on_ranks
+from support.megatron import STRATEGIES, batch, mesh_of, plain_model, shard, whole
 from support.quantized_training import model_of, sharded
-from support.ranks import StartRanks
+from support.weights import assert_exported
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,47 +19,37 @@ import libfsdp
 from libfsdp.megatron import fully_shard_model
 
 
-def assert_same(model: Any) -> dict[str, torch.Tensor]:
-    expected = {name: whole(value).clone() for name, value in model.state_dict().items()}
-    for options in ({}, {"bucket_bytes": 200}, {"dtype": torch.bfloat16}, {"bucket_bytes": 200, "ranks": "first"}):
-        found = {name: tensor.clone() for bucket in libfsdp.full_weights(model, **options) for name, tensor in bucket}
-        if "ranks" in options and dist.get_rank() != 0:
-            assert not found
-            continue
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert torch.equal(found[name], value.to(options.get("dtype", value.dtype))), name
+def exported(model: Any) -> dict[str, torch.Tensor]:
+    """The weights, which are the same however they are exported."""
+    expected = {name: whole(value).cpu().clone() for name, value in model.state_dict().items()}
+    assert_exported(model, expected, 200)
     source = libfsdp.WeightSource(model, names=list(expected)[::2])
     assert source.metadata() == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
     return expected
 
 
-def strategies(kind: str) -> None:
-    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        if kind == "hfsdp" and strategy != "optim_grads_params":
-            continue
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), at_night(4, "hsdp"), (4, "hfsdp")])
+@on_ranks("size")
+def test_the_state_dict(kind: str) -> None:
+    for strategy in STRATEGIES if kind != "hfsdp" else STRATEGIES[-1:]:
         model = shard(plain_model(), strategy, kind)
         plain = dict(plain_model().state_dict())
-        first = assert_same(model)
+        first = exported(model)
         for (name, value), (_, of_plain) in zip(first.items(), plain.items(), strict=True):
             assert torch.equal(value, of_plain), name
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             model(batch(step, dist.get_rank())).square().mean().backward()
             model.finish_grad_sync()
-            assert_same(model)
+            exported(model)
             optimizer.step()
             optimizer.zero_grad()
-            after = assert_same(model)
+            after = exported(model)
         assert not torch.equal(next(iter(after.values())), next(iter(first.values())))
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), at_night(4, "hsdp"), (4, "hfsdp")])
-def test_the_state_dict(ranks: StartRanks, size: int, kind: str) -> None:
-    ranks(size).run(strategies, kind)
-
-
-def quantized() -> None:
+@on_ranks(2)
+def test_main_parameters_of_quantized_ones() -> None:
     model = sharded(model_of(torch.bfloat16, block=2))
     for step in range(2):
         model(batch(step, dist.get_rank(), dtype=torch.bfloat16)).square().mean().backward()
@@ -68,11 +58,7 @@ def quantized() -> None:
             for p in model.parameters():
                 if p.grad is not None:
                     p.sub_(p.grad.to(p.dtype), alpha=0.1)
-        assert_same(model)
-
-
-def test_main_parameters_of_quantized_ones(ranks: StartRanks) -> None:
-    ranks(2).run(quantized)
+        exported(model)
 
 
 class Cut(nn.Module):
@@ -88,7 +74,10 @@ class Cut(nn.Module):
             self.register_parameter(name, piece)
 
 
-def pieces(strategy: str, is_expert: bool) -> None:
+@pytest.mark.parametrize("is_expert", [False, True], ids=["tensor_parallel", "experts"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@on_ranks(4)
+def test_pieces_of_megatrons_layers(strategy: str, is_expert: bool) -> None:
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "tp"))
     cut = Cut(mesh.get_local_rank("tp"), is_expert=is_expert)
     expected = {"1.up": cut.of_all["up"].clone(), "1.down": cut.of_all["down"].clone()}
@@ -102,19 +91,13 @@ def pieces(strategy: str, is_expert: bool) -> None:
         zero_dp_strategy=strategy,
         **options,
     )
-    found = assert_same(model)
+    found = exported(model)
     for name, value in expected.items():
         assert torch.equal(next(v for key, v in found.items() if key.endswith(name)).cpu(), value)
     snapshot = libfsdp.WeightSnapshot()
     received = {name: torch.zeros_like(value) for name, value in found.items()}
     for element in range(3):
         libfsdp.apply_changes(received, libfsdp.full_weights(model, since=snapshot))
-        assert all(torch.equal(received[name], value) for name, value in assert_same(model).items())
+        assert all(torch.equal(received[name], value) for name, value in exported(model).items())
         for p in model.parameters():
             p._local_tensor.detach().view(-1)[element : element + 1] += 1
-
-
-@pytest.mark.parametrize("is_expert", [False, True], ids=["tensor_parallel", "experts"])
-def test_pieces_of_megatrons_layers(ranks: StartRanks, is_expert: bool) -> None:
-    for strategy in ("no_shard", "optim", "optim_grads_params"):
-        ranks(4).run(pieces, strategy, is_expert)

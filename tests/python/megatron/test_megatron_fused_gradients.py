@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, batch, shard, whole
-from support.ranks import StartRanks
 from torch import nn
 
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
@@ -83,7 +83,10 @@ def train(way: str, strategy: str, microbatches: int, options: dict[str, Any]) -
     return [whole(p.detach()).clone() for p in model.parameters()]
 
 
-def compare(strategy: str, microbatches: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_same_updates_as_by_autograd(strategy: str, microbatches: int) -> None:
     plain = train("plain", strategy, microbatches, {})
     ways: list[tuple[str, dict[str, Any]]] = [("fused", {}), ("fused", {"overwrites": True}), ("none", {})]
     for way, options in ways:
@@ -91,13 +94,8 @@ def compare(strategy: str, microbatches: int) -> None:
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_same_updates_as_by_autograd(ranks: StartRanks, microbatches: int) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(compare, strategy, microbatches)
-
-
-def twice() -> None:
+@on_ranks(2)
+def test_modules_that_are_called_twice() -> None:
     """A module that is called twice has one buffer in a backward, to which both calls add."""
     results = []
     for way in ("plain", "fused"):
@@ -109,11 +107,8 @@ def twice() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
 
 
-def test_modules_that_are_called_twice(ranks: StartRanks) -> None:
-    ranks(2).run(twice)
-
-
-def low_precision() -> None:
+@on_ranks(2)
+def test_dtypes_of_buffers() -> None:
     """The buffer has the dtype in which gradients travel, so nothing of a gradient in fp32 is rounded."""
     seen: list[torch.dtype] = []
     for policy in (
@@ -129,11 +124,8 @@ def low_precision() -> None:
     assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
-def test_dtypes_of_buffers(ranks: StartRanks) -> None:
-    ranks(2).run(low_precision)
-
-
-def lose() -> None:
+@on_ranks(2)
+def test_gradients_that_autograd_does_not_get() -> None:
     model = shard(model_of("detached"), fsdp_unit_modules=[FusedLinear])
     with pytest.raises(RuntimeError, match=r"main_grad of parameters \['3\.weight', '2\.weight'\]"):
         model(batch(0, 0)).sum().backward()
@@ -148,7 +140,3 @@ def lose() -> None:
         assert torch.equal(whole(p.grad), whole(q.grad))
     with pytest.raises(RuntimeError, match="before a forward"):
         shard(model_of("fused")).module[0].weight.get_main_grad()
-
-
-def test_gradients_that_autograd_does_not_get(ranks: StartRanks) -> None:
-    ranks(2).run(lose)

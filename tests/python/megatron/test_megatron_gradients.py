@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import device
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, Block, batch, mesh_of, plain_model, ranks_of, shard
 from support.ranks import StartRanks
 from torch import nn
@@ -64,11 +65,11 @@ def look_between(strategy: str, looks: bool, trained: bool) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forward_may_come_before_the_step(ranks: StartRanks, strategy: str) -> None:
-    expected = ranks(2).run(look_between, strategy, False, False)
+@on_ranks(2)
+def test_a_forward_may_come_before_the_step(strategy: str) -> None:
+    expected = look_between(strategy, looks=False, trained=False)
     for trained in (False, True):
-        for found, wanted in zip(ranks(2).run(look_between, strategy, True, trained), expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(map(torch.equal, look_between(strategy, looks=True, trained=trained), expected))
 
 
 def add_up(strategy: str, forwards_first: bool) -> list[torch.Tensor]:
@@ -79,13 +80,8 @@ def add_up(strategy: str, forwards_first: bool) -> list[torch.Tensor]:
     def loss(step: int) -> torch.Tensor:
         return model(batch(step, dist.get_rank(), dtype=BF16)).float().square().mean()
 
-    if forwards_first:
-        losses = [loss(0), loss(1)]
-        for one in losses:
-            one.backward()
-    else:
-        for step in range(2):
-            loss(step).backward()
+    for one in [loss(0), loss(1)] if forwards_first else map(loss, range(2)):
+        one.backward()
     found = main_gradients(model)
     optimizer.step()
     assert all(map(torch.equal, main_gradients(model), found))
@@ -93,14 +89,14 @@ def add_up(strategy: str, forwards_first: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_two_forwards_before_their_backwards(ranks: StartRanks, strategy: str) -> None:
-    for found, expected in zip(
-        ranks(2).run(add_up, strategy, True), ranks(2).run(add_up, strategy, False), strict=True
-    ):
-        assert all(map(torch.equal, found, expected))
+@on_ranks(2)
+def test_two_forwards_before_their_backwards(strategy: str) -> None:
+    assert all(map(torch.equal, add_up(strategy, forwards_first=True), add_up(strategy, forwards_first=False)))
 
 
-def accumulate_from_zeros(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_of_zeros_add_up_as_none_do(strategy: str) -> None:
     """Tensors of zeros take up gradients in full precision, as none do."""
     found = []
     for to_none in (True, False):
@@ -114,12 +110,9 @@ def accumulate_from_zeros(strategy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_gradients_of_zeros_add_up_as_none_do(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(accumulate_from_zeros, strategy)
-
-
-def change(how: str) -> None:
+@pytest.mark.parametrize("how", ["model", "wrapper", "local"])
+@on_ranks(2)
+def test_gradients_that_are_scaled_between_backwards(how: str) -> None:
     """Of copies, main gradients keep the digits; what a user has done to a copy is kept, too."""
     model = shard(plain_model(dtype=BF16), mixed_precision_policy=COPIES)
     backward(model, 0)
@@ -137,11 +130,6 @@ def change(how: str) -> None:
         torch.testing.assert_close(both, first * (1 + (1 / 3 if how == "model" else 0.5)), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("how", ["model", "wrapper", "local"])
-def test_gradients_that_are_scaled_between_backwards(ranks: StartRanks, how: str) -> None:
-    ranks(2).run(change, how)
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +141,8 @@ class Scaled(nn.Module):
         return self.fixed * self.scale * self.body(x)
 
 
-def scalar_methods() -> None:
+@on_ranks(2)
+def test_parameters_without_dimensions_have_all_methods() -> None:
     module, seeded = Scaled(), Scaled()
     model = shard(module, use_decoupled_grad=True)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -191,10 +180,6 @@ def scalar_methods() -> None:
         other.start_grad_sync()
 
 
-def test_parameters_without_dimensions_have_all_methods(ranks: StartRanks) -> None:
-    ranks(2).run(scalar_methods)
-
-
 class Expert(nn.Module):
     """Its values are its number."""
 
@@ -212,7 +197,9 @@ class Expert(nn.Module):
             self.weight.fill_(float(self.mine))
 
 
-def expert_scalars(on_meta: bool) -> None:
+@pytest.mark.parametrize("on_meta", [False, True])
+@on_ranks(4)
+def test_experts_keep_their_parameters_without_dimensions(on_meta: bool) -> None:
     """Two experts, each on two of four ranks: what one of them has does not come to the other."""
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "ep"))
     mine = mesh.get_local_rank("ep")
@@ -236,11 +223,6 @@ def expert_scalars(on_meta: bool) -> None:
     scale.data.fill_(float(dist.get_rank()))
     model.broadcast_params()
     assert scale == mine
-
-
-def test_experts_keep_their_parameters_without_dimensions(ranks: StartRanks) -> None:
-    for on_meta in (False, True):
-        ranks(4).run(expert_scalars, on_meta)
 
 
 def save_twice(folder: str, strategy: str) -> None:
@@ -275,7 +257,8 @@ def test_counts_of_updates_where_shards_are_empty(ranks: StartRanks, tmp_path: P
         assert len(counts) == len(list(plain_model().parameters()))
 
 
-def hooks_of_steps() -> None:
+@on_ranks(2)
+def test_a_state_dict_calls_no_hooks_of_steps() -> None:
     model = shard(plain_model())
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     steps: list[str] = []
@@ -285,7 +268,3 @@ def hooks_of_steps() -> None:
     assert steps == []
     optimizer.step()
     assert steps == ["before", "after"]
-
-
-def test_a_state_dict_calls_no_hooks_of_steps(ranks: StartRanks) -> None:
-    ranks(2).run(hooks_of_steps)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.boxes import reassembled
-from support.megatron import batch, plain_model, shard, whole
+from support.marks import on_ranks
+from support.megatron import STRATEGIES, batch, plain_model, shard, whole
 from support.quantized_training import model_of, sharded
-from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
@@ -24,10 +24,10 @@ def assert_whole(model: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def strategies(kind: str) -> None:
-    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
-        if kind == "hfsdp" and strategy != "optim_grads_params":
-            continue
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hsdp"), (4, "hfsdp")])
+@on_ranks("size")
+def test_all_boxes_are_the_state_dict(kind: str) -> None:
+    for strategy in STRATEGIES if kind != "hfsdp" else STRATEGIES[-1:]:
         model = shard(plain_model(), strategy, kind)
         assert_whole(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,17 +51,9 @@ def strategies(kind: str) -> None:
         writer.join()
 
 
-@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hsdp"), (4, "hfsdp")])
-def test_all_boxes_are_the_state_dict(ranks: StartRanks, size: int, kind: str) -> None:
-    ranks(size).run(strategies, kind)
-
-
-def quantized() -> None:
+@on_ranks(2)
+def test_main_parameters_of_quantized_ones() -> None:
     model = sharded(model_of(torch.bfloat16, block=2))
     model(batch(0, dist.get_rank(), dtype=torch.bfloat16)).square().mean().backward()
     model.finish_grad_sync()
     assert_whole(model)
-
-
-def test_main_parameters_of_quantized_ones(ranks: StartRanks) -> None:
-    ranks(2).run(quantized)

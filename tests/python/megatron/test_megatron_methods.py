@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, batch, gathered_gradients, plain_model, shard, whole
-from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -33,7 +35,9 @@ def backward(model: MegatronFSDP, step: int) -> None:
     model(batch(step, dist.get_rank())).square().mean().backward()
 
 
-def synchronize_parameters(overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+@on_ranks(2)
+def test_parameters(overlap: bool) -> None:
     model = shard(plain_model(), overlap_param_gather=overlap)
     backward(model, 0)
     model.synchronize_param_gather()
@@ -55,12 +59,8 @@ def synchronize_parameters(overlap: bool) -> None:
         assert live(model, "gathered_parameters") == 0
 
 
-def test_parameters(ranks: StartRanks) -> None:
-    for overlap in (True, False):
-        ranks(2).run(synchronize_parameters, overlap)
-
-
-def nothing_to_gather() -> None:
+@on_ranks(2)
+def test_without_sharding_there_is_nothing_to_gather() -> None:
     model = shard(plain_model(), "no_shard")
     backward(model, 0)
     before = gathers(model)
@@ -68,11 +68,9 @@ def nothing_to_gather() -> None:
     assert gathers(model) == before
 
 
-def test_without_sharding_there_is_nothing_to_gather(ranks: StartRanks) -> None:
-    ranks(2).run(nothing_to_gather)
-
-
-def wait_for_reductions(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_waiting_for_reductions(strategy: str) -> None:
     """What is on its way arrives; what is not to be reduced yet stays on this rank."""
     sharded = strategy in ("optim_grads", "optim_grads_params")
     model = shard(plain_model(), strategy, sync_model_each_microbatch=False)
@@ -98,12 +96,12 @@ def wait_for_reductions(strategy: str) -> None:
     assert all(map(torch.equal, found, gathered_gradients(straight)))
 
 
-def test_waiting_for_reductions(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(wait_for_reductions, strategy)
-
-
-def broadcast(strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategy", "kind"),
+    [(2, "no_shard", "fsdp"), (2, "optim_grads_params", "fsdp"), (4, "optim_grads_params", "hsdp")],
+)
+@on_ranks("size")
+def test_broadcasting_parameters(strategy: str, kind: str) -> None:
     rank = dist.get_rank()
     module = plain_model()
     module.temperature = nn.Parameter(torch.tensor(1.0))
@@ -126,13 +124,12 @@ def broadcast(strategy: str, kind: str) -> None:
         assert torch.equal(model(batch(0, 0)), plain_model()(batch(0, 0)))
 
 
-def test_broadcasting_parameters(ranks: StartRanks) -> None:
-    ranks(2).run(broadcast, "no_shard", "fsdp")
-    ranks(2).run(broadcast, "optim_grads_params", "fsdp")
-    ranks(4).run(broadcast, "optim_grads_params", "hsdp")
-
-
-def scale(strategy: str, auto: bool, decoupled: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "auto", "decoupled"),
+    [*((*one, False) for one in product(STRATEGIES, (True, False))), ("optim_grads_params", False, True)],
+)
+@on_ranks(2)
+def test_scaling_gradients(strategy: str, auto: bool, decoupled: bool) -> None:
     model = shard(plain_model(), strategy, sync_model_each_microbatch=auto, use_decoupled_grad=decoupled)
     reference = shard(plain_model(), strategy, sync_model_each_microbatch=auto)
     for one in (model, reference):
@@ -164,14 +161,10 @@ def locals_of(p: Any, q: Any, decoupled: bool) -> tuple[torch.Tensor, torch.Tens
     return (gradient._local_tensor, q.grad._local_tensor) if isinstance(gradient, DTensor) else (gradient, q.grad)
 
 
-def test_scaling_gradients(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        for auto in (True, False):
-            ranks(2).run(scale, strategy, auto, False)
-    ranks(2).run(scale, "optim_grads_params", False, True)
-
-
-def drop(strategy: str, auto: bool) -> None:
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_dropping_gradients(strategy: str, auto: bool) -> None:
     model = shard(plain_model(), strategy, sync_model_each_microbatch=auto)
     backward(model, 0)
     kept = [p.grad for p in model.parameters()]
@@ -191,14 +184,8 @@ def drop(strategy: str, auto: bool) -> None:
     assert all(map(torch.equal, gathered_gradients(model), gathered_gradients(other)))
 
 
-def test_dropping_gradients(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        for auto in (True, False):
-            ranks(2).run(drop, strategy, auto)
-
-
-def peak_of_building() -> tuple[int, int]:
-    """Bytes that were allocated at most while a model on meta got its values, and those of its shards."""
+@on_ranks(2)
+def test_models_on_meta_take_memory_of_shards_and_a_layer() -> None:
     gc.collect()  # What others have left is not to be freed while this counts.
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
@@ -212,11 +199,7 @@ def peak_of_building() -> tuple[int, int]:
     for _, size in found:
         now += size
         peak = max(peak, now)
-    return peak, sum(p._local_tensor.nbytes for p in model.parameters() if isinstance(p, DTensor))
-
-
-def test_models_on_meta_take_memory_of_shards_and_a_layer(ranks: StartRanks) -> None:
     layer = 4 * (512 * 512 + 512)
-    for peak, shards in ranks(2).run(peak_of_building):
-        assert shards == 4 * layer  # of two ranks
-        assert layer <= peak - shards <= 1.01 * layer
+    shards = sum(p._local_tensor.nbytes for p in model.parameters() if isinstance(p, DTensor))
+    assert shards == 4 * layer  # of two ranks
+    assert layer <= peak - shards <= 1.01 * layer

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import at_night
-from support.megatron import STRATEGIES, batch, gathered_gradients, mean_gradients, plain_model, shard, whole
-from support.ranks import StartRanks
+from support.marks import at_night, on_ranks
+from support.megatron import (
+    STRATEGIES,
+    assert_same_parameters,
+    batch,
+    gathered_gradients,
+    mean_gradients,
+    plain_model,
+    shard,
+    whole,
+)
 from torch.distributed.tensor import DTensor
 
 import libfsdp
@@ -70,15 +78,28 @@ SWITCHES = list(itertools.product((False, True), repeat=2))
 SWITCHES_ON_4 = SWITCHES if "FSDP_NIGHTLY" in os.environ else [(False, True), (True, False)]
 
 
-def follow(
-    strategy: str, kind: str, switches: list[tuple[bool, bool]], programs: list[tuple[Any, ...]], times: int
-) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategy", "kind", "switches", "programs", "times"),
+    [
+        *((2, one, "fsdp", SWITCHES, [name], 2) for name in PROGRAMS for one in STRATEGIES),
+        *(
+            (4, one, "hsdp", SWITCHES_ON_4, list(PROGRAMS), 1)
+            if one == "optim_grads_params"
+            else at_night(4, one, "hsdp", SWITCHES_ON_4, list(PROGRAMS), 1)
+            for one in STRATEGIES
+        ),
+        (4, "optim_grads_params", "hfsdp", SWITCHES_ON_4, list(PROGRAMS), 1),
+    ],
+)
+@on_ranks("size")
+def test_programs(strategy: str, kind: str, switches: list[tuple[bool, bool]], programs: list[str], times: int) -> None:
     """The programs, so many times each in one run: nothing of one is left for the next."""
     for overlap, auto in switches:
         reference = plain_model()
         model = shard(plain_model(), strategy, kind, overlap_grad_reduce=overlap, sync_model_each_microbatch=auto)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        for program, _ in itertools.product(programs, range(times)):
+        for name, _ in itertools.product(programs, range(times)):
+            program = PROGRAMS[name]
             gradients = mean_gradients(reference, kept(program))
             run_calls(model, optimizer, program)
             optimizer.step()
@@ -90,28 +111,13 @@ def follow(
                     q.detach(),
                     rtol=1e-4,
                     atol=1e-5,
-                    msg=lambda text, case=(program, overlap, auto): f"{case}: {text}",
+                    msg=lambda text, case=(name, overlap, auto): f"{case}: {text}",
                 )
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_on_two_ranks(ranks: StartRanks, program: str) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(follow, strategy, "fsdp", SWITCHES, [PROGRAMS[program]], 2)
-
-
-@pytest.mark.parametrize(
-    "strategy", [name if name == "optim_grads_params" else at_night(name) for name in STRATEGIES]
-)
-def test_one_after_the_other_with_replicas(ranks: StartRanks, strategy: str) -> None:
-    ranks(4).run(follow, strategy, "hsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
-
-
-def test_one_after_the_other_over_two_dimensions(ranks: StartRanks) -> None:
-    ranks(4).run(follow, "optim_grads_params", "hfsdp", SWITCHES_ON_4, list(PROGRAMS.values()), 1)
-
-
-def clip_before_step(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_clipping_before_a_step_that_reduces(strategy: str) -> None:
     """Clipping comes before the reduction that a step would make, and must clip what the step applies."""
     for auto, program, decoupled in itertools.product((False, True), ((0, 1), (0, "no_sync", 1)), (False, True)):
         reference = plain_model()
@@ -135,30 +141,25 @@ def clip_before_step(strategy: str) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clipping_before_a_step_that_reduces(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(clip_before_step, strategy)
-
-
-def warnings_of_steps(program: tuple[Any, ...]) -> int:
+@pytest.mark.parametrize(("name", "expected"), [("no_sync in the end", 1), ("no_sync, and one that is synchronized", 0)])
+@on_ranks(2)
+def test_a_step_after_no_sync_warns_once(name: str, expected: int) -> None:
+    """torch's clip_grad_norm_ has found no gradient then."""
     model = shard(plain_model(), "optim_grads_params", sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            run_calls(model, optimizer, program)
+            run_calls(model, optimizer, PROGRAMS[name])
             optimizer.step()
             optimizer.zero_grad()
-    return len([one for one in caught if "ran within no_sync()" in str(one.message)])
+    assert len([one for one in caught if "ran within no_sync()" in str(one.message)]) == expected
 
 
-def test_a_step_after_no_sync_warns_once(ranks: StartRanks) -> None:
-    """torch's clip_grad_norm_ has found no gradient then."""
-    for program, expected in (("no_sync in the end", 1), ("no_sync, and one that is synchronized", 0)):
-        assert ranks(2).run(warnings_of_steps, PROGRAMS[program]) == [expected] * 2
-
-
-def gather_before_step(strategy: str, installs: bool) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("installs", [True, False])
+@on_ranks(2)
+def test_parameters_after_a_step_are_the_new_ones(strategy: str, installs: bool) -> None:
     """start_param_sync gathers for a forward. After a step that comes before one, parameters() are the new values."""
     reference = plain_model()
     model = shard(plain_model(), strategy)
@@ -174,12 +175,5 @@ def gather_before_step(strategy: str, installs: bool) -> None:
             torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
         model.install_optimized_model_weights()
         model.start_param_sync(force_sync=True)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
+        assert_same_parameters(model, reference)
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_after_a_step_are_the_new_ones(ranks: StartRanks, strategy: str) -> None:
-    for installs in (True, False):
-        ranks(2).run(gather_before_step, strategy, installs)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import on_ranks
 from support.megatron import Block, batch, gathered_gradients, mean_gradients, plain_model, ranks_of, shard, whole
-from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -37,7 +36,8 @@ def units(model: MegatronFSDP) -> list[str]:
     return [unit.name for unit in libfsdp.unit_info(model.module)]
 
 
-def fine_grained_units() -> None:
+@on_ranks(2)
+def test_fine_grained_units() -> None:
     every = [
         name for name, module in plain_model().named_modules() if any(True for _ in module.parameters(recurse=False))
     ]
@@ -54,7 +54,8 @@ def fine_grained_units() -> None:
     assert units(wrapped(plain_model())) == ["(root)"]
 
 
-def idle_classes() -> None:
+@on_ranks(2)
+def test_classes_of_no_module_are_told() -> None:
     class Absent(nn.Module):
         pass
 
@@ -68,9 +69,8 @@ def idle_classes() -> None:
     told = warned(fsdp_unit_modules=[Absent, nn.LayerNorm])
     assert len(told) == (1 if leads else 0), told
     if leads:
-        start = (
-            "fsdp_unit_modules: no module is of the classes that were given (idle_classes.<locals>.Absent, LayerNorm)"
-        )
+        absent = f"({Absent.__qualname__}, LayerNorm)"
+        start = f"fsdp_unit_modules: no module is of the classes that were given {absent}"
         assert told[0].startswith(start), told
         assert "The model's modules are of the classes " in told[0], told
         assert "Block" in told[0], told
@@ -83,10 +83,6 @@ def idle_classes() -> None:
         warnings.simplefilter("always")
         fully_shard_model(plain_model(), **ranks_of("fsdp"), fsdp_unit_modules=[Absent])
     assert len([one for one in caught if "which make no unit" in str(one.message)]) == (1 if leads else 0)
-
-
-def test_classes_of_no_module_are_told(ranks: StartRanks) -> None:
-    ranks(2).run(idle_classes)
 
 
 class Owner(nn.Module):
@@ -102,7 +98,8 @@ class Owner(nn.Module):
         return out
 
 
-def share_a_unit() -> None:
+@on_ranks(2)
+def test_units_may_have_several_owners() -> None:
     torch.manual_seed(0)
     shared = nn.LayerNorm(4)
     model = nn.Sequential(Owner(shared), Owner(shared), nn.Linear(4, 2)).to(device.TYPE)
@@ -113,10 +110,6 @@ def share_a_unit() -> None:
     sharded(x).sum().backward()
     plain(x).sum().backward()
     assert all(map(torch.equal, gathered_gradients(sharded), [p.grad for p in plain.parameters()]))
-
-
-def test_units_may_have_several_owners(ranks: StartRanks) -> None:
-    ranks(2).run(share_a_unit)
 
 
 class Container(nn.Module):
@@ -130,7 +123,8 @@ class Container(nn.Module):
         return sum((nn.functional.linear(x, one.weight, one.bias) for one in self.experts), start=x)
 
 
-def containers() -> None:
+@on_ranks(2)
+def test_containers() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), Container()).to(device.TYPE)
     model = wrapped(
@@ -146,7 +140,8 @@ def containers() -> None:
         torch.testing.assert_close(whole(p.grad), gradient)
 
 
-def arguments_of_the_class() -> None:
+@on_ranks(2)
+def test_arguments_of_the_class() -> None:
     config._told.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -170,7 +165,8 @@ def arguments_of_the_class() -> None:
     assert model.get_distributed_index() is model.dist_index
 
 
-def places_in_state_dicts() -> None:
+@on_ranks(2)
+def test_places_in_state_dicts() -> None:
     def told(state: dict[str, Any]) -> list[bool]:
         tensors = [value for value in state.values() if isinstance(value, DTensor)]
         assert tensors
@@ -187,7 +183,8 @@ def places_in_state_dicts() -> None:
         assert bool(optimizer.state_dict()["state"]) == tells
 
 
-def gradients_by_hand() -> None:
+@on_ranks(2)
+def test_gradients_by_hand() -> None:
     model = shard(plain_model(), sync_model_each_microbatch=False)
     model(batch(0, dist.get_rank())).square().mean().backward()
     assert all(p.grad is None for p in model.parameters())
@@ -195,7 +192,8 @@ def gradients_by_hand() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.numel() > 0 and p.to_local().numel() > 0)
 
 
-def the_first_unit_is_gathered_at_once() -> None:
+@on_ranks(2)
+def test_the_first_unit_is_gathered_at_once() -> None:
     for at_once in (True, False):
         mesh_options: dict[str, Any] = {
             "ddp_config": DistributedDataParallelConfig(
@@ -215,23 +213,9 @@ def the_first_unit_is_gathered_at_once() -> None:
         assert libfsdp.wire_stats(model.module)["all_gathers"] - before == int(at_once)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        fine_grained_units,
-        containers,
-        arguments_of_the_class,
-        places_in_state_dicts,
-        gradients_by_hand,
-        the_first_unit_is_gathered_at_once,
-    ],
-)
-def test_on_two_ranks(ranks: StartRanks, check: Callable[[], None]) -> None:
-    ranks(2).run(check)
-
-
-def names_of_ranks() -> tuple[int, int]:
-    """On (outer, shard) = (2, 2) ranks."""
+@on_ranks(4)
+def test_ranks_by_name() -> None:
+    """On (outer, shard) = (2, 2) ranks, of which the inner dimension cuts first."""
     mesh = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("outer", "shard"))
     both = mesh[("outer", "shard")]._flatten("both").get_group()
     index = FSDPDistributedIndex(
@@ -273,9 +257,4 @@ def names_of_ranks() -> tuple[int, int]:
         piece.to_local().fill_(dist.get_rank())
         row = index.get_logical_hybrid_fsdp_rank() * 2
         assert whole(piece)[row, 0] == dist.get_rank()
-    return dist.get_rank(), index.get_logical_hybrid_fsdp_rank()
-
-
-def test_ranks_by_name(ranks: StartRanks) -> None:
-    """The inner dimension cuts first."""
-    assert ranks(4).run(names_of_ranks) == [(0, 0), (1, 2), (2, 1), (3, 3)]
+    assert index.get_logical_hybrid_fsdp_rank() == [0, 2, 1, 3][dist.get_rank()]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
+from support.marks import on_ranks
 from support.megatron import batch, whole
 from support.quantized import Quantized, QuantizedLinear, Quantizer, quantized_parameter
 from support.quantized_training import Alone, model_of, sharded
-from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +19,13 @@ import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_optimizer
 
 
-def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("keeps", "reshards"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "block", [None, 2]
+)  # Rows of 8 and of 3 are cut into blocks of 2, so each rank quantizes its own.
+@on_ranks(2)
+def test_trains_as_one_process_does(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) -> None:
     alone = Alone(model_of(dtype, block=block))
     model = sharded(
         model_of(dtype, block=block),
@@ -32,14 +38,9 @@ def train(dtype: torch.dtype, keeps: bool, reshards: bool, block: int | None) ->
     alone.assert_same_training(model, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("keeps", "reshards"), [(False, True), (True, True), (False, False)])
-def test_trains_as_one_process_does(ranks: StartRanks, dtype: torch.dtype, keeps: bool, reshards: bool) -> None:
-    for block in (None, 2):  # Rows of 8 and of 3 are cut into blocks of 2, so each rank quantizes its own.
-        ranks(2).run(train, dtype, keeps, reshards, block)
-
-
-def infer_first(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"block": 1}, {"recipe": "delayed"}, {"recipe": "current"}])
+@on_ranks(2)
+def test_inference_may_come_first(options: dict[str, Any]) -> None:
     """The first forward is one of inference, which makes the tensors that training computes with."""
     model, other = (sharded(model_of(torch.bfloat16, **options)) for _ in range(2))
     x = batch(0, dist.get_rank(), dtype=torch.bfloat16)
@@ -55,11 +56,6 @@ def infer_first(options: dict[str, Any]) -> None:
         for p in (*model.parameters(), *other.parameters()):
             p.mul_(1.5)
     assert torch.equal(model(x), other(x))
-
-
-def test_inference_may_come_first(ranks: StartRanks) -> None:
-    for options in ({}, {"block": 1}, {"recipe": "delayed"}, {"recipe": "current"}):
-        ranks(2).run(infer_first, options)
 
 
 def observe(keeps: bool, block: int | None) -> tuple[list[str], list[str]]:
@@ -90,7 +86,9 @@ def observe(keeps: bool, block: int | None) -> tuple[list[str], list[str]]:
     return logs[0], logs[1]
 
 
-def observe_gathered(keeps: bool) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+@on_ranks(2)
+def test_transposed_copies_of_units_that_stay_gathered(keeps: bool) -> None:
     """A unit that stays gathered: backward's copy goes after the next forward."""
     model = sharded(model_of(torch.bfloat16), keep_fp8_transpose_cache=keeps, fsdp_unit_modules=None)
     seen: list[Any] = []
@@ -102,20 +100,19 @@ def observe_gathered(keeps: bool) -> None:
         assert seen[0]._transpose is not None
 
 
-def test_transposed_copies(ranks: StartRanks) -> None:
+@on_ranks(2)
+def test_transposed_copies() -> None:
     # Forward gathers three units, of which backward finds the last one still gathered: that one's layer makes its copy.
     for block in (None, 2):
-        for forward, backward in ranks(2).run(observe, False, block):
-            assert forward == ["quantize"] * 3
-            assert sorted(backward) == ["quantize"] * 2 + ["transpose"] * 3
-        for forward, backward in ranks(2).run(observe, True, block):
-            # Ranks that quantize their rows do so ahead, for the unit that is gathered next.
-            assert (forward if block is None else sorted(forward, reverse=True)) == (
-                ["quantize", "transpose"] * 3 if block is None else ["transpose"] * 3 + ["quantize"] * 3
-            )
-            assert backward == ["quantize"] * 2
-    for keeps in (False, True):
-        ranks(2).run(observe_gathered, keeps)
+        forward, backward = observe(False, block)
+        assert forward == ["quantize"] * 3
+        assert sorted(backward) == ["quantize"] * 2 + ["transpose"] * 3
+        forward, backward = observe(True, block)
+        # Ranks that quantize their rows do so ahead, for the unit that is gathered next.
+        assert (forward if block is None else sorted(forward, reverse=True)) == (
+            ["quantize", "transpose"] * 3 if block is None else ["transpose"] * 3 + ["quantize"] * 3
+        )
+        assert backward == ["quantize"] * 2
 
 
 def gathered_bytes(dtype: torch.dtype, block: int | None) -> int:
@@ -129,23 +126,22 @@ def gathered_bytes(dtype: torch.dtype, block: int | None) -> int:
     return int(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
 
 
-def test_main_weights_travel_in_the_dtype_that_the_parameter_says(ranks: StartRanks) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(2)
+def test_what_travels(dtype: torch.dtype) -> None:
+    """Main weights in the dtype that the parameter says, and rows that ranks quantize in eight bits."""
     # Each rank sends half of the rows, of 3 rows as many as of 4, and of biases as much.
     rows, bias = 4 + 4 + 2, 4 + 4 + 2
-    for dtype in (torch.bfloat16, torch.float32):
-        for block in (None, 3):  # Blocks of three rows are cut between the ranks.
-            assert ranks(2).run(gathered_bytes, dtype, block) == [(rows * 8 + bias) * dtype.itemsize] * 2
+    for block in (None, 3):  # Blocks of three rows are cut between the ranks.
+        assert gathered_bytes(dtype, block) == (rows * 8 + bias) * dtype.itemsize
+    for block in (1, 2):
+        scales = rows // block * torch.float32.itemsize
+        assert gathered_bytes(dtype, block) == rows * 8 + scales + bias * dtype.itemsize
 
 
-def test_rows_that_ranks_quantize_travel_in_eight_bits(ranks: StartRanks) -> None:
-    rows, bias = 4 + 4 + 2, 4 + 4 + 2
-    for dtype in (torch.bfloat16, torch.float32):
-        for block in (1, 2):
-            sizes = ranks(2).run(gathered_bytes, dtype, block)
-            assert sizes == [rows * 8 + rows // block * torch.float32.itemsize + bias * dtype.itemsize] * 2
-
-
-def checkpoint(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_hold_main_weights(tmp_path: Any) -> None:
+    folder = str(tmp_path)
     model = sharded(model_of(torch.bfloat16))
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
     torch.manual_seed(5)
@@ -166,11 +162,8 @@ def checkpoint(folder: str) -> None:
     assert libfsdp.wire_stats(third.module)["all_gathers"] > 0
 
 
-def test_checkpoints_hold_main_weights(ranks: StartRanks, tmp_path: Any) -> None:
-    ranks(2).run(checkpoint, str(tmp_path))
-
-
-def build_on_meta() -> None:
+@on_ranks(2)
+def test_models_on_meta() -> None:
     with torch.device("meta"):
         module = nn.Sequential(*(QuantizedLinear(8, 8, torch.bfloat16) for _ in range(2)))
     torch.manual_seed(dist.get_rank())
@@ -191,11 +184,8 @@ def build_on_meta() -> None:
     assert not torch.equal(model(x), last(first(x)))
 
 
-def test_models_on_meta(ranks: StartRanks) -> None:
-    ranks(2).run(build_on_meta)
-
-
-def frozen() -> None:
+@on_ranks(2)
+def test_frozen_ones_have_their_quantized_values() -> None:
     module = nn.Sequential(QuantizedLinear(8, 8, torch.float32, preserved=False), nn.Linear(8, 3).to(device.TYPE))
     dist.broadcast(module[0].weight._data, src=0)
     dist.broadcast(module[0].weight._scale_inv, src=0)
@@ -208,11 +198,8 @@ def frozen() -> None:
     assert model.module[0].weight.grad is None
 
 
-def test_frozen_ones_have_their_quantized_values(ranks: StartRanks) -> None:
-    ranks(2).run(frozen)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"zero_dp_strategy": "no_shard"}, r"parameter '1\.weight' .*sharded 'no_shard'.* give zero_dp_strategy 1"),
         (
@@ -227,7 +214,3 @@ def refuse() -> None:
     module[1].weight = quantized_parameter(torch.ones(4, 4), preserved=False)
     with pytest.raises(ValueError, match=r"parameter '1\.weight' .*preserve_high_precision_init_val=True"):
         sharded(module)
-
-
-def test_what_cannot_be_is_refused(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)

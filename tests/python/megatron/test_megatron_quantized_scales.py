@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from support import device
 from support.collectives import all_gather
+from support.errors import raises_everywhere
+from support.marks import on_ranks
 from support.megatron import batch, whole
 from support.quantized import CurrentQuantizer, DelayedQuantizer, Quantized, QuantizedLinear
 from support.quantized_training import Alone, model_of, quantizers_of, roll, sharded
@@ -86,33 +88,30 @@ def bytes_of_forwards(recipe: str, dtype: torch.dtype) -> list[tuple[int, int]]:
     return counts
 
 
-def test_eight_bits_travel(ranks: StartRanks) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(2)
+def test_eight_bits_travel(dtype: torch.dtype) -> None:
     # Each rank sends half of 8 rows of 8 elements, and of the bias. With delayed scaling the scale and the largest value go along, with
     # current scaling the largest values have been exchanged before, once for each update.
-    for dtype in (torch.bfloat16, torch.float32):
-        rows = 4 * 8 + 4 * dtype.itemsize
-        for counts in ranks(2).run(bytes_of_forwards, "delayed", dtype):
-            assert counts == [(rows + 8, 1), (rows + 8, 1)]
-        for counts in ranks(2).run(bytes_of_forwards, "current", dtype):
-            assert counts == [(rows + 4, 2), (rows, 1)]
+    rows = 4 * 8 + 4 * dtype.itemsize
+    assert bytes_of_forwards("delayed", dtype) == [(rows + 8, 1), (rows + 8, 1)]
+    assert bytes_of_forwards("current", dtype) == [(rows + 4, 2), (rows, 1)]
 
 
-def exchange_once() -> int:
-    """All-gathers of one unit with three quantized parameters, after an update."""
+@on_ranks(2)
+def test_the_largest_values_of_a_unit_travel_together() -> None:
     module = nn.Sequential(*(QuantizedLinear(8, 8, torch.bfloat16, recipe="current") for _ in range(3)))
     model = sharded(module, fsdp_unit_modules=None)
     model(batch(0, 0, dtype=torch.bfloat16))
     before = libfsdp.wire_stats(model.module)["all_gathers"]
     model.install_optimized_model_weights()
     model(batch(0, 0, dtype=torch.bfloat16))
-    return int(libfsdp.wire_stats(model.module)["all_gathers"] - before)
+    assert libfsdp.wire_stats(model.module)["all_gathers"] - before == 2
 
 
-def test_the_largest_values_of_a_unit_travel_together(ranks: StartRanks) -> None:
-    assert ranks(2).run(exchange_once) == [2, 2]
-
-
-def gather_by_program(kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), (4, "hfsdp")])
+@on_ranks("size")
+def test_a_function_for_gathers_gathers_them(kind: str) -> None:
     """All gathers go through the program's function, also that of the largest values."""
     model, other = (sharded(model_of(torch.bfloat16, recipe="current"), kind) for _ in range(2))
     sizes: list[int] = []
@@ -130,12 +129,8 @@ def gather_by_program(kind: str) -> None:
     assert 4 in sizes
 
 
-def test_a_function_for_gathers_gathers_them(ranks: StartRanks) -> None:
-    ranks(2).run(gather_by_program, "fsdp")
-    ranks(4).run(gather_by_program, "hfsdp")
-
-
-def record() -> None:
+@on_ranks(2, 4)
+def test_all_ranks_record_the_largest_value_of_the_whole() -> None:
     """The largest value lies in one rank's rows, and all ranks record it, once for each update."""
     values = torch.full((4, 8), 0.5)
     values[3, 2] = -3.0
@@ -164,12 +159,8 @@ def record() -> None:
     assert quantizer.amax.tolist() == [6.0]
 
 
-def test_all_ranks_record_the_largest_value_of_the_whole(ranks: StartRanks) -> None:
-    for count in (2, 4):
-        ranks(count).run(record)
-
-
-def frozen() -> None:
+@on_ranks(2)
+def test_frozen_ones_keep_their_scale() -> None:
     """It is quantized once, with the scale that it had then."""
     layer = QuantizedLinear(8, 8, torch.float32, recipe="delayed")
     dist.broadcast(layer.weight.get_high_precision_init_val(), src=0)
@@ -185,16 +176,15 @@ def frozen() -> None:
     assert quantizer.amax.tolist() == [0.0]
 
 
-def test_frozen_ones_keep_their_scale(ranks: StartRanks) -> None:
-    ranks(2).run(frozen)
-
-
-def differ() -> str:
+@on_ranks(2)
+def test_scales_that_differ_are_an_error_on_every_rank() -> None:
+    reason = "1/scale is [0.20000000298023224, 0.25]" if device.TYPE == "cpu" else "and so did the values of the last update"
+    parts = ("parameter '2.weight' is quantized with delayed scaling", f"({reason})", "reduce_amax=True")
     module = model_of(torch.bfloat16, recipe="delayed")
     quantizer = quantizers_of(module)[1]
     quantizer.scale.fill_(4.0 + dist.get_rank())
     model = sharded(module)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011, PT012  # it is compared below
+    with raises_everywhere(ValueError, *parts):
         model(batch(0, 0, dtype=torch.bfloat16))
         assert device.TYPE != "cpu", "a device is not waited for, so there the next values tell it"
         model.install_optimized_model_weights()
@@ -203,19 +193,11 @@ def differ() -> str:
     expected = model_of(torch.bfloat16, recipe="delayed")
     quantizers_of(expected)[1].scale.fill_(4.0)
     assert torch.equal(model(batch(0, 0, dtype=torch.bfloat16)), sharded(expected)(batch(0, 0, dtype=torch.bfloat16)))
-    return str(caught.value)
 
 
-def test_scales_that_differ_are_an_error_on_every_rank(ranks: StartRanks) -> None:
-    said = ranks(2).run(differ)
-    assert said[0] == said[1]
-    assert "parameter '2.weight' is quantized with delayed scaling" in said[0]
-    reason = "1/scale is [0.20000000298023224, 0.25]" if device.TYPE == "cpu" else "and so did the values of the last update"
-    assert f"({reason})" in said[0]
-    assert "reduce_amax=True" in said[0]
 
-
-def reduces_itself() -> int:
+@on_ranks(2)
+def test_quantizers_that_reduce_themselves_get_all_rows() -> None:
     """A quantizer that exchanges the largest values itself gets the whole tensor, as ever."""
     layer = QuantizedLinear(8, 8, torch.bfloat16, recipe="current")
     quantizer: Any = layer.weight._quantizer
@@ -225,11 +207,7 @@ def reduces_itself() -> int:
     before = libfsdp.wire_stats(model.module)["all_gather_bytes"]
     model.install_optimized_model_weights()
     model(batch(0, 0, dtype=torch.bfloat16))
-    return int(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
-
-
-def test_quantizers_that_reduce_themselves_get_all_rows(ranks: StartRanks) -> None:
-    assert ranks(2).run(reduces_itself) == [(4 * 8 + 4) * 2] * 2
+    assert libfsdp.wire_stats(model.module)["all_gather_bytes"] - before == (4 * 8 + 4) * 2
 
 
 def test_the_stand_in_tells_its_recipes() -> None:

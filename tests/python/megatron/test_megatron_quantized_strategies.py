@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import batch
 from support.quantized import Multiply, QuantizedLinear, Quantizer
 from support.quantized_training import Alone, model_of, quantizers_of, sharded
@@ -126,7 +128,8 @@ def bytes_of_forwards(form: dict[str, Any], dtype: torch.dtype) -> list[int]:
     return counts
 
 
-def test_rows_travel_over_the_outer_ranks_once_for_each_update(ranks: StartRanks) -> None:
+@on_ranks(4)
+def test_rows_travel_over_the_outer_ranks_once_for_each_update() -> None:
     # Each of four ranks has 2 rows of 8 elements, which go to the other outer rank; 4 rows go to the other inner one.
     for dtype in (torch.bfloat16, torch.float32):
         size = dtype.itemsize
@@ -139,11 +142,15 @@ def test_rows_travel_over_the_outer_ranks_once_for_each_update(ranks: StartRanks
             ({"recipe": "current"}, 16 + 4 + 4, 32),  # after the largest value has gone over both dimensions
         ]
         for form, outer, inner in expected:
-            assert ranks(4).run(bytes_of_forwards, form, dtype) == [[outer + inner, inner]] * 4
+            assert bytes_of_forwards(form, dtype) == [outer + inner, inner]
 
 
-def bytes_of_replicas(strategy: int, form: dict[str, Any]) -> list[int]:
-    """As bytes_of_forwards, where whole parameters stay."""
+@pytest.mark.parametrize("strategy", [1, 2])
+@pytest.mark.parametrize(
+    ("form", "sent"), [({}, 64), ({"block": 1}, 32 + 4 * 4), ({"recipe": "delayed"}, 40), ({"recipe": "current"}, 36)]
+)
+@on_ranks(2)
+def test_replicas_are_gathered_once_for_each_update(strategy: int, form: dict[str, Any], sent: int) -> None:
     model = sharded(nn.Sequential(WithoutBias(form, torch.bfloat16)), zero_dp_strategy=strategy)
     x = batch(0, 0, dtype=torch.bfloat16)
     model(x)
@@ -152,22 +159,12 @@ def bytes_of_replicas(strategy: int, form: dict[str, Any]) -> list[int]:
     for _ in range(2):
         before = libfsdp.wire_stats(model.module)["all_gather_bytes"]
         model(x)
-        counts.append(int(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before))
-    return counts
+        counts.append(libfsdp.wire_stats(model.module)["all_gather_bytes"] - before)
+    assert counts == [sent, 0]
 
 
-def test_replicas_are_gathered_once_for_each_update(ranks: StartRanks) -> None:
-    for strategy in (1, 2):
-        for form, sent in (
-            ({}, 64),
-            ({"block": 1}, 32 + 4 * 4),
-            ({"recipe": "delayed"}, 40),
-            ({"recipe": "current"}, 36),
-        ):
-            assert ranks(2).run(bytes_of_replicas, strategy, form) == [[sent, 0]] * 2
-
-
-def observe_memory() -> None:
+@on_ranks(4)
+def test_memory_of_quantized_values() -> None:
     """Between steps there is no quantized tensor of a unit that reshards, and with ZeRO-1 there is one all the time."""
     for kind, strategy, stays in (("hfsdp", 3, False), ("fsdp", 1, True), ("fsdp", 2, True)):
         model = sharded(model_of(torch.bfloat16, block=1), kind, zero_dp_strategy=strategy)
@@ -178,11 +175,8 @@ def observe_memory() -> None:
         assert (seen[0]._data.untyped_storage().nbytes() == 0) != stays
 
 
-def test_memory_of_quantized_values(ranks: StartRanks) -> None:
-    ranks(4).run(observe_memory)
-
-
-def observe_copies() -> None:
+@on_ranks(4)
+def test_the_engine_has_no_copies() -> None:
     """The engine has no memory for parameters that the extension gathers: neither shards nor whole ones."""
     for dtype in (torch.bfloat16, torch.float32):
         for kind, strategy in (("hfsdp", 3), ("fsdp", 1), ("fsdp", 2)):
@@ -192,10 +186,6 @@ def observe_copies() -> None:
             stats = libfsdp.memory_stats(model.module)
             assert stats["main_parameters.peak"] == stats["gathered_parameters.peak"] == 0
             assert layer.weight.grad is not None
-
-
-def test_the_engine_has_no_copies(ranks: StartRanks) -> None:
-    ranks(4).run(observe_copies)
 
 
 def quantizations(kind: str, strategy: int) -> list[int]:
@@ -223,7 +213,11 @@ def test_what_is_there_is_not_quantized_again(ranks: StartRanks) -> None:
     assert ranks(2).run(quantizations, "fsdp", 1) == [[3, 0]] * 2
 
 
-def checkpoint(folder: str, kind: str, strategy: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(("kind", "strategy"), [("hfsdp", 3), ("fsdp", 1), ("fsdp", 2)])
+@on_ranks(4)
+def test_checkpoints_and_models_on_meta(tmp_path: Path, kind: str, strategy: int, recipe: str) -> None:
+    folder = str(tmp_path)
     options = {"zero_dp_strategy": strategy}
     model = sharded(model_of(torch.bfloat16, recipe=recipe), kind, **options)
     torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -242,9 +236,3 @@ def checkpoint(folder: str, kind: str, strategy: int, recipe: str) -> None:
     other(x).sum().backward()
     fully_shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.1)).step()
     assert not torch.equal(model(x), other(x))
-
-
-def test_checkpoints_and_models_on_meta(ranks: StartRanks, tmp_path: Any) -> None:
-    for kind, strategy in (("hfsdp", 3), ("fsdp", 1), ("fsdp", 2)):
-        for recipe in ("delayed", "current"):
-            ranks(4).run(checkpoint, str(tmp_path / f"{kind}{strategy}{recipe}"), kind, strategy, recipe)

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.megatron import STRATEGIES, Block, batch, gathered_gradients, mean_gradients, plain_model, shard, whole
+from support.marks import on_ranks
+from support.megatron import (
+    STRATEGIES,
+    Block,
+    assert_same_parameters,
+    batch,
+    gathered_gradients,
+    mean_gradients,
+    plain_model,
+    set_mean_gradients,
+    shard,
+)
 from support.ranks import StartRanks
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -30,7 +41,13 @@ def losses_of(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> torch
     return torch.stack(losses)
 
 
-def train_like_others(cases: list[tuple[str, str]], steps: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "cases", "steps"),
+    [(2, [case for case in CASES if case[1] == "fsdp"], 20), (4, CASES, 8)],
+    ids=["two_ranks", "four_ranks"],
+)
+@on_ranks("size")
+def test_every_strategy_trains_as_without_sharding(cases: list[tuple[str, str]], steps: int) -> None:
     reference = plain_model()
     for module in reference:
         if isinstance(module, Block):
@@ -42,8 +59,7 @@ def train_like_others(cases: list[tuple[str, str]], steps: int) -> None:
     mine = []
     for step in range(steps):
         mine.append(single(batch(step, dist.get_rank())).detach().square().mean())
-        for p, gradient in zip(single.parameters(), mean_gradients(single, [step]), strict=True):
-            p.grad = gradient
+        set_mean_gradients(single, [step])
         alone.step()
     torch.testing.assert_close(torch.stack(mine), expected, rtol=1e-5, atol=1e-6)
     for strategy, kind in cases:
@@ -53,17 +69,8 @@ def train_like_others(cases: list[tuple[str, str]], steps: int) -> None:
         torch.testing.assert_close(
             got, expected, rtol=1e-6, atol=1e-7, msg=lambda text, case=(strategy, kind): f"{case}: {text}"
         )
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            assert isinstance(p, DTensor)
-            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_every_strategy_trains_as_without_sharding_on_two_ranks(ranks: StartRanks) -> None:
-    ranks(2).run(train_like_others, [case for case in CASES if case[1] == "fsdp"], 20)
-
-
-def test_every_strategy_trains_as_without_sharding_on_four_ranks(ranks: StartRanks) -> None:
-    ranks(4).run(train_like_others, CASES, 8)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert_same_parameters(model, single)
 
 
 def bytes_of(strategy: str) -> tuple[int, int, int]:
@@ -92,7 +99,8 @@ def test_strategies_differ_in_bytes(ranks: StartRanks) -> None:
     assert all(2 * sent[strategy][2] == padded for strategy in STRATEGIES[1:])
 
 
-def no_units() -> list[int]:
+@on_ranks(2)
+def test_without_units_parameters_stay_gathered() -> None:
     gathers = []
     for units in (None, [Block]):
         model = shard(plain_model(), fsdp_unit_modules=units, sync_model_each_microbatch=False)
@@ -106,17 +114,13 @@ def no_units() -> list[int]:
             optimizer.step()
             optimizer.zero_grad()
             assert all(isinstance(p, DTensor) for p in model.parameters())
-    return gathers
-
-
-def test_without_units_parameters_stay_gathered(ranks: StartRanks) -> None:
     # One gather of all, or of the rest; and of each of three blocks, for each forward and backward but where they follow each other.
-    for all_in_one, with_blocks in ranks(2).run(no_units):
-        assert all_in_one == 1
-        assert with_blocks >= 1 + 3 * 3
+    assert gathers[0] == 1
+    assert gathers[1] >= 1 + 3 * 3
 
 
-def restore_states() -> None:
+@on_ranks(2)
+def test_contexts_restore_the_state_they_found() -> None:
     model = shard(plain_model(), sync_model_each_microbatch=False)
     for before in (False, True):
         model.set_model_auto_sync(before)
@@ -132,23 +136,25 @@ def restore_states() -> None:
     assert model.is_last_microbatch is False
 
 
-def test_contexts_restore_the_state_they_found(ranks: StartRanks) -> None:
-    ranks(2).run(restore_states)
+def assert_gradients(model: Any, steps: list[int], factor: float = 1.0) -> None:
+    """They are those of these steps' batches."""
+    for got, wanted in zip(gathered_gradients(model), mean_gradients(plain_model(), steps), strict=True):
+        torch.testing.assert_close(got, factor * wanted, rtol=1e-5, atol=1e-6)
 
 
-def accumulate(strategy: str, kind: str, auto: bool) -> None:
+@pytest.mark.parametrize("auto", [True, False], ids=["auto", "manual"])
+@pytest.mark.parametrize(("size", "strategy", "kind"), [(2 if kind == "fsdp" else 4, one, kind) for one, kind in CASES])
+@on_ranks("size")
+def test_microbatches_add_up_exactly(strategy: str, kind: str, auto: bool) -> None:
     model = shard(plain_model(), strategy, kind, sync_model_each_microbatch=auto)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    expected = mean_gradients(plain_model(), [0, 1, 2])
     for last in ("never", "third", "by count"):
         for microbatch in range(3):
             if last == "third":
                 model.is_last_microbatch = microbatch == 2
             model(batch(microbatch, dist.get_rank())).square().mean().backward()
             if auto:
-                some = mean_gradients(plain_model(), list(range(microbatch + 1)))
-                for got, wanted in zip(gathered_gradients(model), some, strict=True):
-                    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+                assert_gradients(model, list(range(microbatch + 1)))
                 assert model.microbatch_count == 0
             else:
                 assert model.microbatch_count == microbatch + 1
@@ -156,18 +162,10 @@ def accumulate(strategy: str, kind: str, auto: bool) -> None:
         if not auto:
             model.finish_grad_sync()
         assert model.microbatch_count == 0
-        for got, wanted in zip(gathered_gradients(model), expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        assert_gradients(model, [0, 1, 2])
         model.is_last_microbatch = False
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("auto", [True, False], ids=["auto", "manual"])
-def test_microbatches_add_up_exactly(ranks: StartRanks, auto: bool) -> None:
-    for strategy, kind in CASES:
-        size = 2 if kind == "fsdp" else 4
-        ranks(size).run(accumulate, strategy, kind, auto)
 
 
 def sent(model: Any) -> int:
@@ -196,10 +194,7 @@ def reductions(strategy: str, kind: str, how: str) -> list[int]:
 def test_when_gradients_travel(ranks: StartRanks) -> None:
     """Sharded gradients are reduced by each backward, others by the last one; the outer dimension only then."""
     for strategy in STRATEGIES[:3]:
-        every, once = (
-            ranks(2).run(reductions, strategy, "fsdp", "auto")[0],
-            ranks(2).run(reductions, strategy, "fsdp", "last")[0],
-        )
+        every, once = (ranks(2).run(reductions, strategy, "fsdp", how)[0] for how in ("auto", "last"))
         assert every[0] == every[1] == every[2] > 0
         assert every[3] == 0
         if strategy in ("no_shard", "optim"):
@@ -214,7 +209,8 @@ def test_when_gradients_travel(ranks: StartRanks) -> None:
     assert sum(partial) < sum(every)
 
 
-def keep_gradients_apart() -> None:
+@on_ranks(2)
+def test_zero_grad_drops_what_was_not_reduced() -> None:
     model = shard(plain_model(), "optim", sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     loss = model(batch(0, dist.get_rank())).square().mean()
@@ -223,16 +219,10 @@ def keep_gradients_apart() -> None:
     optimizer.zero_grad()  # Drops what was not reduced yet.
     model(batch(1, dist.get_rank())).square().mean().backward()
     model.finish_grad_sync()
-    for got, wanted in zip(gathered_gradients(model), mean_gradients(plain_model(), [1]), strict=True):
-        torch.testing.assert_close(got, wanted)
+    assert_gradients(model, [1])
     model.scale_gradients(0.5)
-    for got, wanted in zip(gathered_gradients(model), mean_gradients(plain_model(), [1]), strict=True):
-        torch.testing.assert_close(got, 0.5 * wanted)
+    assert_gradients(model, [1], factor=0.5)
     optimizer.zero_grad(zero_grad_buffer=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.zero_grad_buffer()
-
-
-def test_zero_grad_drops_what_was_not_reduced(ranks: StartRanks) -> None:
-    ranks(2).run(keep_gradients_apart)

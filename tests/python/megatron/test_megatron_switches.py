@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import STRATEGIES, batch, mesh_of, plain_model, shard, whole
-from support.ranks import StartRanks
 
 import libfsdp
 from libfsdp.megatron import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -46,7 +46,9 @@ def train(
     return results, sizes
 
 
-def switch(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_dtypes_of_communication_for_some_steps(strategy: str) -> None:
     straight, narrow = train(strategy, [BF16] * 3, BF16)
     switched, same = train(strategy, [BF16] * 3, FP32)
     assert all(map(torch.equal, straight, switched))
@@ -57,12 +59,8 @@ def switch(strategy: str) -> None:
     assert mixed == [wide[0], narrow[1], wide[2]]
 
 
-def test_dtypes_of_communication_for_some_steps(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(2).run(switch, strategy)
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_when_dtypes_cannot_change() -> None:
     model = shard(plain_model(), sync_model_each_microbatch=False)
     model(batch(0, 0)).sum().backward()
     with (
@@ -82,11 +80,8 @@ def refuse() -> None:
         pass
 
 
-def test_when_dtypes_cannot_change(ranks: StartRanks) -> None:
-    ranks(2).run(refuse)
-
-
-def groups() -> list[str]:
+@on_ranks(2)
+def test_groups_of_gathers() -> None:
     mesh = mesh_of(2, 1)
     arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
     every, one = dist.new_group([0, 1]), dist.new_group([0])
@@ -105,15 +100,13 @@ def groups() -> list[str]:
             fully_shard_model(plain_model(), fsdp_group_ag=one, **arguments)
     model = fully_shard_model(plain_model(), expt_fsdp_group_ag=every, expt_device_mesh=mesh, **arguments)
     assert model.dist_index.get_fsdp_group(True, independent_all_gather=True) is every
-    return [str(w.message) for w in caught if "changes nothing" in str(w.message)]
+    said = [str(w.message) for w in caught if "changes nothing" in str(w.message)]
+    assert [text.split(" changes")[0] for text in said] == ["fsdp_group_ag"]
 
 
-def test_groups_of_gathers(ranks: StartRanks) -> None:
-    for said in ranks(2).run(groups):
-        assert [text.split(" changes")[0] for text in said] == ["fsdp_group_ag"]
-
-
-def keep_gradients_where_they_are() -> None:
+@on_ranks(2)
+def test_gradients_of_graphs_keep_their_addresses() -> None:
+    """A captured step adds to them where they were: zero_grad() of the optimizer keeps them, though it drops others."""
     model = shard(plain_model(), cuda_graph_mode=True)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     addresses = []
@@ -125,8 +118,3 @@ def keep_gradients_where_they_are() -> None:
         optimizer.zero_grad()
         assert all(gradient.count_nonzero() == 0 for gradient in gradients)
     assert addresses[0] == addresses[1] == addresses[2]
-
-
-def test_gradients_of_graphs_keep_their_addresses(ranks: StartRanks) -> None:
-    """A captured step adds to them where they were: zero_grad() of the optimizer keeps them, though it drops others."""
-    ranks(2).run(keep_gradients_where_they_are)

@@ -10,7 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.megatron import STRATEGIES, AllGather, Block, batch, mean_gradients, mesh_of, plain_model, whole
+from support.marks import on_ranks
+from support.megatron import (
+    STRATEGIES,
+    AllGather,
+    Block,
+    assert_same_parameters,
+    batch,
+    mean_gradients,
+    mesh_of,
+    plain_model,
+    set_mean_gradients,
+    whole,
+)
 from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +115,9 @@ class Expert(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
-def train_experts(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_experts_have_ranks_and_a_divisor_of_their_own(strategy: str) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(4, 1)
     experts = init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("dp", "ep"))
@@ -146,19 +160,25 @@ def train_experts(strategy: str) -> None:
             torch.testing.assert_close(
                 whole(gradient), names[f"1.experts.{mine.start + i}.weight"], rtol=1e-4, atol=1e-6
             )
-        for p, gradient in zip(single.parameters(), expected, strict=True):
-            p.grad = gradient
+        set_mean_gradients(single, [step])
         alone.step()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_experts_have_ranks_and_a_divisor_of_their_own(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(4).run(train_experts, strategy)
+def mesh_of_two_dims() -> Any:
+    return init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("data", "tp"))
 
 
-def train_tensor_parallel(strategy: str) -> None:
+def mesh_of_three_dims() -> Any:
+    mesh = init_device_mesh(device.TYPE, (2, 2, 2), mesh_dim_names=("outer", "data", "tp"))
+    mesh["outer", "data"]._flatten("both")
+    return mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@on_ranks(4)
+def test_tensor_parallel_layers(strategy: str) -> None:
     mesh = mesh_of_two_dims()
     rank = mesh.get_local_rank("data")
     single, module = plain_model(), plain_model()
@@ -184,23 +204,7 @@ def train_tensor_parallel(strategy: str) -> None:
         alone.step()
         optimizer.step()
         optimizer.zero_grad()
-        for p, q in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-4, atol=1e-5)
-
-
-def mesh_of_two_dims() -> Any:
-    return init_device_mesh(device.TYPE, (2, 2), mesh_dim_names=("data", "tp"))
-
-
-def mesh_of_three_dims() -> Any:
-    mesh = init_device_mesh(device.TYPE, (2, 2, 2), mesh_dim_names=("outer", "data", "tp"))
-    mesh["outer", "data"]._flatten("both")
-    return mesh
-
-
-def test_tensor_parallel_layers(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES[1:]:
-        ranks(4).run(train_tensor_parallel, strategy)
+        assert_same_parameters(model, single)
 
 
 class ColumnLinear(nn.Module):
@@ -218,7 +222,12 @@ class ColumnLinear(nn.Module):
         return x @ self.weight.t()
 
 
-def megatrons_pieces(strategy: str, with_outer: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategy", "with_outer"), [*((4, strategy, False) for strategy in STRATEGIES), (8, STRATEGIES[-1], True)]
+)
+@on_ranks("size")
+def test_pieces_of_megatrons_layers(strategy: str, with_outer: bool) -> None:
+    """Whose shards outer ranks may cut, too."""
     mesh = mesh_of_three_dims() if with_outer else mesh_of_two_dims()
     outer: dict[str, Any] = {}
     if with_outer:
@@ -249,12 +258,3 @@ def megatrons_pieces(strategy: str, with_outer: bool) -> None:
     torch.testing.assert_close(out, x @ full[4 * mesh.get_local_rank("tp") :][:4].t())
     out.sum().backward()
     torch.testing.assert_close(whole(model.module[0].weight.grad), torch.full_like(full, 2.0))
-
-
-def test_pieces_of_megatrons_layers(ranks: StartRanks) -> None:
-    for strategy in STRATEGIES:
-        ranks(4).run(megatrons_pieces, strategy, False)
-
-
-def test_outer_ranks_cut_shards_of_megatrons_pieces(ranks: StartRanks) -> None:
-    ranks(8).run(megatrons_pieces, STRATEGIES[-1], True)

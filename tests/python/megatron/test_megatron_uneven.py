@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.marks import at_night
+from support.marks import at_night, on_ranks
 from support.ranks import RankError, StartRanks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +44,9 @@ def bits(tensor: Tensor) -> list[int]:
     return list(tensor.contiguous().view(-1).view(torch.uint8).tolist())
 
 
-def join_and_split() -> None:
+@pytest.mark.parametrize("size", [1, 2, at_night(4)])
+@on_ranks("size")
+def test_parts_become_the_whole_and_sections() -> None:
     """One dimension cut by one mesh dimension."""
     world = dist.get_world_size()
     for sizes, dim, dtype in itertools.product(CUTS[world], (0, 1), DTYPES):
@@ -67,12 +69,8 @@ def join_and_split() -> None:
                 assert bits(uneven.uneven_dtensor_to_full_tensor(one)) == bits(other)
 
 
-@pytest.mark.parametrize("size", [1, 2, at_night(4)])
-def test_parts_become_the_whole_and_sections(ranks: StartRanks, size: int) -> None:
-    ranks(size).run(join_and_split)
-
-
-def join_two_mesh_dimensions() -> None:
+@on_ranks(4)
+def test_two_mesh_dimensions() -> None:
     """As torch cuts, which is the reference: every pair of placements, on lengths that four ranks do not divide."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = numbers((7, 5, 3))
@@ -97,22 +95,15 @@ def join_two_mesh_dimensions() -> None:
         assert torch.equal(uneven.uneven_dtensor_to_full_tensor(dtensor), whole), pair
 
 
-def test_two_mesh_dimensions(ranks: StartRanks) -> None:
-    ranks(4).run(join_two_mesh_dimensions)
-
-
-def exchanges_of_a_state_dict() -> int:
-    """How often ranks talk to each other to describe a state dict of ten DTensors, and a value."""
+@on_ranks(2)
+def test_a_state_dict_takes_one_exchange() -> None:
+    """Ranks talk to each other once to describe ten DTensors, and a value."""
     world = dist.get_world_size()
     state: dict[str, Any] = {str(i): {"a": cut(numbers((7, 5)), CUTS[world][1])} for i in range(10)}
     state["lr"] = 0.1
     with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as gather:
         assert uneven.preprocess_state_dict_for_uneven_dtensor(state) is state
-    return gather.call_count
-
-
-def test_a_state_dict_takes_one_exchange(ranks: StartRanks) -> None:
-    assert ranks(2).run(exchanges_of_a_state_dict) == [1, 1]
+    assert gather.call_count == 1
 
 
 def state_of(sizes: list[int], fill: bool) -> dict[str, Any]:
@@ -157,18 +148,17 @@ def test_checkpoints_are_loaded_on_other_numbers_of_ranks(ranks: StartRanks, tmp
             assert torch.equal(plain["nested.columns"], numbers((5, 7)))
 
 
-def items_of_empty_parts() -> tuple[int, int]:
-    """How many items this rank writes and reads, of a tensor that the last rank has all of."""
+@on_ranks(2)
+def test_empty_parts_write_and_read_nothing() -> None:
+    """Of a tensor that the last rank has all of."""
     dtensor: Any = cut(numbers((7, 5)), CUTS[dist.get_world_size()][1])
     uneven.update_uneven_dtensor_chunk_metadata(dtensor)
-    return len(dtensor.__create_write_items__("x", dtensor)), len(dtensor.__create_chunk_list__())
+    items = dist.get_rank()
+    assert len(dtensor.__create_write_items__("x", dtensor)) == len(dtensor.__create_chunk_list__()) == items
 
 
-def test_empty_parts_write_and_read_nothing(ranks: StartRanks) -> None:
-    assert ranks(2).run(items_of_empty_parts) == [(0, 0), (1, 1)]
-
-
-def wrong_parts() -> None:
+@on_ranks(2)
+def test_every_rank_is_told_what_is_wrong() -> None:
     """Seven rows are said to be eight."""
     local = torch.zeros([4, 3][dist.get_rank()], 5)
     mesh = init_device_mesh("cpu", (2,))
@@ -189,10 +179,6 @@ def wrong_parts() -> None:
         uneven.uneven_dtensor_to_full_tensor(torch.zeros(2))
     with pytest.warns(DeprecationWarning, match="redistribute_uneven"):
         uneven.gather_uneven_dtensor_to_full_tensor(right)
-
-
-def test_every_rank_is_told_what_is_wrong(ranks: StartRanks) -> None:
-    ranks(2).run(wrong_parts)
 
 
 def test_a_load_without_the_description_goes_wrong(ranks: StartRanks, tmp_path: Path) -> None:

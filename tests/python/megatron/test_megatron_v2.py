@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
+from support.megatron import STRATEGIES
 from support.placements import WIDTH, Model, batch, plain, whole, wire
-from support.ranks import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor
 import libfsdp
 from libfsdp.megatron.v2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STEPS = 3
 AS_IS = MixedPrecisionPolicy(main_params_dtype=None)
 
@@ -47,7 +47,12 @@ def train(model: Any, backward: Callable[[int], torch.Tensor]) -> list[torch.Ten
     return seen + [whole(p).detach().clone() for p in model.parameters()]
 
 
-def equals_unsharded_and_fsdp2(strategy: str, dims: tuple[int, ...], repeats: bool) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("size", "dims", "repeats"), [(2, (2,), False), (2, (2,), True), (4, (4,), False), (4, (2, 2), False)]
+)
+@on_ranks("size")
+def test_strategies_train_as_unsharded_and_as_fsdp2(strategy: str, dims: tuple[int, ...], repeats: bool) -> None:
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=("outer", "inner")[: len(dims)])
     ranks, rank = dist.get_world_size(), dist.get_rank()
     # Of the head's three rows, some ranks have none.
@@ -76,26 +81,17 @@ def equals_unsharded_and_fsdp2(strategy: str, dims: tuple[int, ...], repeats: bo
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("dims", "repeats"), [((2,), False), ((2,), True), ((4,), False), ((2, 2), False)])
-def test_strategies_train_as_unsharded_and_as_fsdp2(
-    ranks: StartRanks, strategy: str, dims: tuple[int, ...], repeats: bool
-) -> None:
-    size = 2 if dims == (2,) else 4
-    ranks(size).run(equals_unsharded_and_fsdp2, strategy, dims, repeats)
-
-
-def gathers(repeats: bool) -> int:
-    model = shard(plain())
-    model.repeats = repeats
-    model(batch(0, 0)).sum().backward()
-    return wire(model, lambda: model(batch(0, 0)).sum().backward())["all_gathers"]
-
-
-def test_repeated_forwards_gather_nothing_twice(ranks: StartRanks) -> None:
-    once = ranks(2).run(gathers, False)[0]
-    assert once > 0
-    assert ranks(2).run(gathers, True)[0] == once
+@on_ranks(2)
+def test_repeated_forwards_gather_nothing_twice() -> None:
+    gathers = []
+    for repeats in (False, True):
+        model = shard(plain())
+        model.repeats = repeats
+        model(batch(0, 0)).sum().backward()
+        before = libfsdp.wire_stats(model)["all_gathers"]
+        model(batch(0, 0)).sum().backward()
+        gathers.append(libfsdp.wire_stats(model)["all_gathers"] - before)
+    assert gathers[0] == gathers[1] > 0
 
 
 def gathered_at_most(prefetch: bool) -> int:
@@ -106,10 +102,10 @@ def gathered_at_most(prefetch: bool) -> int:
     return libfsdp.memory_stats(model)["gathered_parameters.peak"]
 
 
-def test_prefetch_gathers_one_more_unit(ranks: StartRanks) -> None:
+@on_ranks(2)
+def test_prefetch_gathers_one_more_unit() -> None:
     block = 64 * 65 * 8
-    without, with_prefetch = (ranks(2).run(gathered_at_most, prefetch)[0] for prefetch in (False, True))
-    assert with_prefetch - without >= block
+    assert gathered_at_most(prefetch=True) - gathered_at_most(prefetch=False) >= block
 
 
 def reductions_under_way(overlaps: bool) -> list[int]:
@@ -130,13 +126,15 @@ def reductions_under_way(overlaps: bool) -> list[int]:
     return seen
 
 
-def test_reductions_end_before_backward_goes_on(ranks: StartRanks) -> None:
-    overlapping, waiting = (ranks(2).run(reductions_under_way, overlaps)[0] for overlaps in (True, False))
+@on_ranks(2)
+def test_reductions_end_before_backward_goes_on() -> None:
+    overlapping, waiting = (reductions_under_way(overlaps) for overlaps in (True, False))
     assert len(overlapping) == len(waiting) == 2
     assert waiting[1] < overlapping[1]
 
 
-def scaled() -> None:
+@on_ranks(2)
+def test_gradient_scaling_factor() -> None:
     gradients = []
     for factor in (None, 1.0, 3.0):
         model = shard(plain(), gradient_scaling_factor=factor)
@@ -148,11 +146,8 @@ def scaled() -> None:
         torch.testing.assert_close(thrice, total * 3, rtol=1e-12, atol=0)
 
 
-def test_gradient_scaling_factor(ranks: StartRanks) -> None:
-    ranks(2).run(scaled)
-
-
-def dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_of_the_policy() -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
     model = shard(plain(torch.bfloat16), mp_policy=policy)
     out = model(batch(0, 0, torch.bfloat16))
@@ -166,11 +161,8 @@ def dtypes() -> None:
     assert as_fp32 == 2 * as_bf16
 
 
-def test_dtypes_of_the_policy(ranks: StartRanks) -> None:
-    ranks(2).run(dtypes)
-
-
-def validation_between_steps() -> tuple[int, int]:
+@on_ranks(2)
+def test_validation_passes_leave_the_plan_of_memory() -> None:
     model = shard(plain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -193,12 +185,7 @@ def validation_between_steps() -> tuple[int, int]:
     before, allocations = steps(False)
     after, more = steps(True)
     assert after == before > 0
-    return allocations, more
-
-
-def test_validation_passes_leave_the_plan_of_memory(ranks: StartRanks) -> None:
-    allocations, with_validation = ranks(2).run(validation_between_steps)[0]
-    assert with_validation == allocations
+    assert more == allocations
 
 
 class Tracker:
@@ -221,7 +208,9 @@ class Tracker:
         torch.set_rng_state(outside)
 
 
-def meta_models(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_meta_models_get_the_first_ranks_values(strategy: str) -> None:
     class Resettable(Model):
         def reset_parameters(self) -> None:
             nn.init.ones_(self.scale)
@@ -260,12 +249,8 @@ def meta_models(strategy: str) -> None:
         fully_shard(unknown)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_meta_models_get_the_first_ranks_values(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(meta_models, strategy)
-
-
-def sharded_again() -> None:
+@on_ranks(2)
+def test_a_root_may_come_later_when_its_modules_are_quiet() -> None:
     model = plain()
     inner: Any = fully_shard(model.blocks[0], mp_policy=AS_IS)
     with pytest.raises(ValueError, match="sharded already"):
@@ -294,22 +279,17 @@ def sharded_again() -> None:
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_a_root_may_come_later_when_its_modules_are_quiet(ranks: StartRanks) -> None:
-    ranks(2).run(sharded_again)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="sharding_strategy is 'all'"):
         fully_shard(plain(), sharding_strategy="all")
     with pytest.raises(ValueError, match="gradient_scaling_factor is 0"):
         fully_shard(plain(), gradient_scaling_factor=0)
 
 
-def test_refusals(ranks: StartRanks) -> None:
-    ranks(2).run(refusals)
-
-
-def norms(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_norms_by_name(strategy: str) -> None:
     reference, model = plain(), shard(plain(), sharding_strategy=strategy)
     model.head.weight.requires_grad_(False)
     for one in (reference, model):
@@ -324,12 +304,8 @@ def norms(strategy: str) -> None:
     assert all(one.gradient is None for one in model.compute_per_param_norms().values())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norms_by_name(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(norms, strategy)
-
-
-def diagnostics() -> None:
+@on_ranks(2)
+def test_diagnostics() -> None:
     model = shard(plain())
     lines: list[str] = []
     handler = logging.Handler()
@@ -361,11 +337,8 @@ def diagnostics() -> None:
     gc.collect()
 
 
-def test_diagnostics(ranks: StartRanks) -> None:
-    ranks(2).run(diagnostics)
-
-
-def delayed() -> None:
+@on_ranks(2)
+def test_stop_communication_delivers_what_is_under_way() -> None:
     model = shard(plain())
     model.set_manual_backward_finalization(True)
     model(batch(0, 0)).sum().backward()
@@ -377,7 +350,3 @@ def delayed() -> None:
     reference(batch(0, 0)).sum().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-12, atol=1e-14)
-
-
-def test_stop_communication_delivers_what_is_under_way(ranks: StartRanks) -> None:
-    ranks(2).run(delayed)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import on_ranks
 from support.megatron import batch, plain_model, shard
-from support.ranks import StartRanks
 from torch import nn
 
 import libfsdp
@@ -111,8 +111,21 @@ def trainee(**options: Any) -> tuple[Any, Any]:
     return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def use_pools(
-    kind: str, options: dict[str, Any], version: tuple[int, int, int], windows: bool, has_memory: bool = True
+@pytest.mark.parametrize(
+    ("size", "kind", "options", "version", "windows", "has_memory"),
+    [
+        (2, "fsdp", {}, (2, 27, 0), True, True),
+        (4, "hsdp", {}, (2, 27, 0), True, True),
+        # No windows where they are turned off, and where NCCL has none.
+        (2, "fsdp", {"disable_symmetric_registration": True}, (2, 28, 3), False, True),
+        (2, "fsdp", {}, (2, 26, 5), False, True),
+        # Where NCCL has no memory of its own, as on a GPU without multicast.
+        (2, "fsdp", {}, (2, 28, 3), False, False),
+    ],
+)
+@on_ranks("size")
+def test_pools_are_registered_with_all_groups(
+    kind: str, options: dict[str, Any], version: tuple[int, int, int], windows: bool, has_memory: bool
 ) -> None:
     model, optimizer = trainee(kind=kind)
     expected = [train_step(model, optimizer, step) for step in range(4)]
@@ -135,25 +148,9 @@ def use_pools(
         assert all(backend.calls == 2 for backend in with_calls()), "once"
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
-def test_pools_are_registered_with_all_groups(ranks: StartRanks, kind: str) -> None:
-    ranks(2 if kind == "fsdp" else 4).run(use_pools, kind, {}, (2, 27, 0), True)
-
-
-@pytest.mark.parametrize(
-    ("options", "version"), [({"disable_symmetric_registration": True}, (2, 28, 3)), ({}, (2, 26, 5))]
-)
-def test_no_windows(ranks: StartRanks, options: dict[str, Any], version: tuple[int, int, int]) -> None:
-    """Where they are turned off, and where NCCL has none."""
-    ranks(2).run(use_pools, "fsdp", options, version, False)
-
-
-def test_ordinary_memory(ranks: StartRanks) -> None:
-    """Where NCCL has none of its own, as on a GPU without multicast."""
-    ranks(2).run(use_pools, "fsdp", {}, (2, 28, 3), False, False)
-
-
-def register_manually(early: bool) -> None:
+@pytest.mark.parametrize("early", [False, True])
+@on_ranks(2)
+def test_manual_registration(early: bool) -> None:
     with nccl():
         model, optimizer = trainee(nccl_ub=True, fsdp_manual_registration=True)
         if early:  # before there is an engine: as soon as there is one
@@ -166,12 +163,10 @@ def register_manually(early: bool) -> None:
         assert [backend.registered for backend in with_calls()] == [[(0, True), (1, False)]]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_manual_registration(ranks: StartRanks, early: bool) -> None:
-    ranks(2).run(register_manually, early)
-
-
-def let_go(fails: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_pools_go_with_the_model(fails: bool) -> None:
+    """Also where their group has gone before."""
     with nccl():
         model = libfsdp.fully_shard(nn.Linear(4, 4))
         state = state_of(model)
@@ -185,18 +180,9 @@ def let_go(fails: bool) -> None:
         assert [len(backend.registered) for backend in with_calls()] == [2 if fails else 0]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_pools_go_with_the_model(ranks: StartRanks, fails: bool) -> None:
-    """Also where their group has gone before."""
-    ranks(2).run(let_go, fails)
-
-
-def leave_it_out() -> None:
+@on_ranks(2)
+def test_only_where_it_is_asked_for() -> None:
     with nccl():
         model, optimizer = trainee(fsdp_double_buffer=True)
         train_step(model, optimizer, 0)
         assert Pool.made == []
-
-
-def test_only_where_it_is_asked_for(ranks: StartRanks) -> None:
-    ranks(2).run(leave_it_out)
