@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device, megatron
-from support.ranks import StartRanks
-from support.training import CASES, Options, batch_of, full, seeded, shard
+from support.device import take_reports
+from support.marks import on_ranks
+from support.states import assert_equal
+from support.training import CASES, Options, batch_of, full, sharded
 from torch import Tensor
 
 import libfsdp
@@ -24,13 +26,6 @@ pytestmark = [
 
 bf16, fp32 = torch.bfloat16, torch.float32
 WARM_UP, REPLAYED = 3, 3
-
-
-def take_reports() -> list[str]:
-    """What the device has seen on this rank."""
-    torch.accelerator.synchronize()
-    reports: list[str] = importlib.import_module("sim_device").take_reports()
-    return reports
 
 
 def steps_of(
@@ -91,7 +86,7 @@ def run(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms, an evaluation, and parameters behind one more step that is no graph's."""
     case = CASES["transformer"]
-    model = shard(seeded(case), case, implementation, options)
+    model = sharded("transformer", options, implementation)
     optimizer = optimizer_of(model.parameters())
     scaler = torch.amp.GradScaler("sim", init_scale=256.0, growth_interval=2, enabled=scaled)
     batch = batch_of(case, 0, 0, dist.get_rank())
@@ -140,20 +135,15 @@ CASES_OF_STEPS = [
 
 
 @pytest.mark.parametrize(("world", "options", "optimizer_of", "scaled"), CASES_OF_STEPS)
-def test_replayed_steps(
-    ranks: StartRanks, world: int, options: Options, optimizer_of: Callable[[Any], Any], scaled: bool
-) -> None:
-    expected = ranks(world).run(run, "libfsdp", options, optimizer_of, scaled, False)
-    found = ranks(world).run(run, "libfsdp", options, optimizer_of, scaled, True)
-    for (values, parameters), (expected_values, expected_parameters) in zip(found, expected, strict=True):
-        assert values == expected_values
-        for name, value in parameters.items():
-            assert torch.equal(value, expected_parameters[name]), name
+@on_ranks("world")
+def test_replayed_steps(options: Options, optimizer_of: Callable[[Any], Any], scaled: bool) -> None:
+    assert_equal(*(run("libfsdp", options, optimizer_of, scaled, captured) for captured in (True, False)))
 
 
-def counts_on_the_host() -> None:
+@on_ranks(2)
+def test_counts_on_the_host_are_refused() -> None:
     case = CASES["mlp"]
-    model = shard(seeded(case), case, "libfsdp", Options())
+    model = sharded("mlp")
     optimizer = libfsdp.optim.AdamW(model.parameters())
     batch = batch_of(case, 0, 0, dist.get_rank())
 
@@ -167,10 +157,6 @@ def counts_on_the_host() -> None:
     with pytest.raises(libfsdp.Error, match="a step that counts updates on the host in a step that is captured"):
         steps_of(step, lambda number: None, captured=True)
     assert take_reports() == []
-
-
-def test_counts_on_the_host_are_refused(ranks: StartRanks) -> None:
-    ranks(2).run(counts_on_the_host)
 
 
 def run_megatron(strategy: str, captured: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -194,19 +180,17 @@ def run_megatron(strategy: str, captured: bool) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize("strategy", megatron.STRATEGIES)
-def test_cuda_graph_mode(ranks: StartRanks, strategy: str) -> None:
-    expected = ranks(2).run(run_megatron, strategy, False)
-    found = ranks(2).run(run_megatron, strategy, True)
-    for (values, parameters), (expected_values, expected_parameters) in zip(found, expected, strict=True):
-        assert values == expected_values
-        for name, value in parameters.items():
-            assert torch.equal(value, expected_parameters[name]), name
+@on_ranks(2)
+def test_cuda_graph_mode(strategy: str) -> None:
+    assert_equal(*(run_megatron(strategy, captured) for captured in (True, False)))
 
 
-def addresses(options: Options) -> list[list[int]]:
-    """Where the parameters lie with which each unit computes, by step."""
+@pytest.mark.parametrize("options", [Options(), Options(compute=bf16), Options(reshard=False)])
+@on_ranks(2)
+def test_addresses_stay_behind_the_third_step(options: Options) -> None:
+    """Of the parameters with which each unit computes."""
     case = CASES["transformer"]
-    model = shard(seeded(case), case, "libfsdp", options)
+    model = sharded("transformer", options)
     optimizer = fused(model.parameters())
     of_steps: list[list[int]] = []
 
@@ -220,11 +204,5 @@ def addresses(options: Options) -> list[list[int]]:
         case.loss(model, batch_of(case, step, 0, dist.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return of_steps
-
-
-@pytest.mark.parametrize("options", [Options(), Options(compute=bf16), Options(reshard=False)])
-def test_addresses_stay_behind_the_third_step(ranks: StartRanks, options: Options) -> None:
-    for of_steps in ranks(2).run(addresses, options):
-        assert of_steps[3]
-        assert of_steps[4:] == [of_steps[3]] * 2
+    assert of_steps[3]
+    assert of_steps[4:] == [of_steps[3]] * 2

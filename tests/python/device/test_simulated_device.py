@@ -14,8 +14,12 @@ import torch
 import torch.distributed as dist
 from support import device, megatron
 from support.comparison import assert_follows_replica, differences
-from support.ranks import ComparedRanks, Ranks, StartRanks
-from support.training import CASES, Options, Run, api, batch_of, full, make_optimizer, mesh_of, seeded, shard, train
+from support.device import take_reports
+from support.errors import FailsInBackward, raises
+from support.marks import on_ranks
+from support.ranks import ComparedRanks, StartRanks, run_both
+from support.states import assert_equal
+from support.training import CASES, DEFAULT, Options, Run, api, batch_of, full, make_optimizer, mesh_of, sharded, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -27,13 +31,6 @@ from libfsdp.megatron import fully_shard_optimizer
 pytestmark = pytest.mark.skipif(device.TYPE != "sim", reason="FSDP_TEST_DEVICE is not 'sim'")
 
 bf16, fp32 = torch.bfloat16, torch.float32
-
-
-def take_reports() -> list[str]:
-    """What the device has seen on this rank."""
-    torch.accelerator.synchronize()
-    reports: list[str] = importlib.import_module("sim_device").take_reports()
-    return reports
 
 
 def train_in_order(case: str, implementation: str, options: Options) -> Run:
@@ -89,22 +86,18 @@ def test_fsdp2_without_waits_is_not(compared_ranks: ComparedRanks) -> None:
         assert any("read after write" in report for report in reports)
 
 
-def uses_the_backend() -> bool:
-    """Whether the engine calls the group's backend, rather than torch.distributed."""
-    return not mesh_module.sharding_mesh(mesh_of(1)).collectives
-
-
-def test_the_engine_calls_backends_that_launch(ranks: StartRanks) -> None:
-    assert all(ranks(2).run(uses_the_backend))
+@on_ranks(2)
+def test_the_engine_calls_backends_that_launch() -> None:
+    """The engine calls the group's backend, rather than torch.distributed."""
+    assert not mesh_module.sharding_mesh(mesh_of(1)).collectives
 
 
 class Trainee:
     """A sharded Transformer, and its steps."""
 
-    def __init__(self, implementation: str, options: Options | None = None) -> None:
-        options = options or Options()
+    def __init__(self, implementation: str, options: Options = DEFAULT) -> None:
         self.case = CASES["transformer"]
-        self.model = shard(seeded(self.case), self.case, implementation, options)
+        self.model = sharded("transformer", options, implementation)
         self.units: list[Any] = self.case.units(self.model)
         self.optimizer = make_optimizer(options, self.model.parameters())
 
@@ -145,14 +138,14 @@ def train_scaled(implementation: str, fused: bool) -> tuple[list[float], dict[st
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_scaled_losses(ranks: StartRanks, fused: bool) -> None:
-    results = [ranks(2).run(train_scaled, implementation, fused) for implementation in ("libfsdp", "fsdp2")]
-    for (scales, parameters), (expected_scales, expected) in zip(*results, strict=True):
-        assert scales == expected_scales == [1024.0, 512.0, 512.0]
-        assert not (text := differences("value", parameters, expected, {})), text
+@on_ranks(2)
+def test_scaled_losses(fused: bool) -> None:
+    ours, theirs = (train_scaled(implementation, fused) for implementation in ("libfsdp", "fsdp2"))
+    assert ours[0] == [1024.0, 512.0, 512.0]
+    assert_equal(ours, theirs)
 
 
-def save_beside(options: Options, folder: str | None) -> tuple[list[float], dict[str, Tensor], list[dict[str, Tensor]]]:
+def save_beside(options: Options, folder: Path | None) -> tuple[list[float], dict[str, Tensor]]:
     """Steps, of which some are saved while the next ones train; losses, parameters, and those that the saves have to have."""
     trainee = Trainee("libfsdp", options)
     saver = libfsdp.AsyncSaver(trainee.model, trainee.optimizer)
@@ -173,20 +166,19 @@ def save_beside(options: Options, folder: str | None) -> tuple[list[float], dict
         if number == 1:  # its optimizer goes on as the saved one did
             assert [other.train_step(step) for step in (4, 5)] == losses[4:]
         assert take_reports() == []
-    return losses, trainee.parameters(), saved
+    return losses, trainee.parameters()
 
 
 @pytest.mark.parametrize(
     "options", [Options(), Options(compute=bf16, reduce=fp32), Options(offload=True), Options(reshard=False)]
 )
-def test_saves_beside_training(ranks: StartRanks, options: Options, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_saves_beside_training(options: Options, tmp_path: Path) -> None:
     """Losses and parameters are those of a run that saves nothing; a checkpoint has what there was at the call."""
-    without = ranks(2).run(save_beside, options, None)
-    for (losses, parameters, _), (expected_losses, expected, _) in zip(
-        ranks(2).run(save_beside, options, str(tmp_path)), without, strict=True
-    ):
-        assert losses == expected_losses
-        assert not (text := differences("value", parameters, expected, {})), text
+    without = save_beside(options, None)
+    assert_equal(save_beside(options, tmp_path), without)
+
+
 def train_scaled_by_sgd(implementation: str, overflows_at: int, dampening: float) -> dict[str, Tensor]:
     """Gradients of one step overflow on one rank. The host need not wait to know, but where a first momentum would be damped."""
     trainee = Trainee(implementation)
@@ -209,10 +201,10 @@ def train_scaled_by_sgd(implementation: str, overflows_at: int, dampening: float
 
 
 @pytest.mark.parametrize(("overflows_at", "dampening"), [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)])
-def test_scaled_losses_of_sgd(ranks: StartRanks, overflows_at: int, dampening: float) -> None:
-    results = [ranks(2).run(train_scaled_by_sgd, name, overflows_at, dampening) for name in ("libfsdp", "fsdp2")]
-    for parameters, expected in zip(*results, strict=True):
-        torch.testing.assert_close(parameters, expected)
+@on_ranks(2)
+def test_scaled_losses_of_sgd(overflows_at: int, dampening: float) -> None:
+    ours, theirs = (train_scaled_by_sgd(name, overflows_at, dampening) for name in ("libfsdp", "fsdp2"))
+    torch.testing.assert_close(ours, theirs)
 
 
 STEPPED_BY: dict[str, Any] = {
@@ -250,15 +242,16 @@ def host_waits_of_a_step(name: str, options: Options, scaled: bool) -> dict[str,
 @pytest.mark.parametrize(
     ("name", "scaled"), [*((name, False) for name in STEPPED_BY), ("AdamW fused", True), ("SGD", True)]
 )
-def test_the_host_waits_for_nothing_in_a_step(ranks: StartRanks, name: str, scaled: bool, compute: Any) -> None:
-    for waits in ranks(2).run(host_waits_of_a_step, name, Options(compute=compute, reduce=fp32), scaled):
-        assert waits == {}
+@on_ranks(2)
+def test_the_host_waits_for_nothing_in_a_step(name: str, scaled: bool, compute: Any) -> None:
+    assert host_waits_of_a_step(name, Options(compute=compute, reduce=fp32), scaled) == {}
 
 
-def test_the_host_waits_once_for_what_is_offloaded(ranks: StartRanks) -> None:
+@on_ranks(2)
+def test_the_host_waits_once_for_what_is_offloaded() -> None:
     """For the gradients. A norm of what is on the host is another wait: ranks tell each other theirs by the device."""
-    for waits in ranks(2).run(host_waits_of_a_step, "AdamW", Options(offload=True), False):
-        assert waits == {"stream.synchronize": 1, "blocking copy to the host": 1}
+    waits = host_waits_of_a_step("AdamW", Options(offload=True), scaled=False)
+    assert waits == {"stream.synchronize": 1, "blocking copy to the host": 1}
 
 
 class Picks(nn.Module):
@@ -274,8 +267,10 @@ class Picks(nn.Module):
         return x
 
 
-def diverge() -> str:
-    """In the third step, rank 1 takes another unit than the others, which the device does not notice. The error of this rank."""
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks("world", fresh=True)
+def test_ranks_that_diverge_get_one_error() -> None:
+    """In the third step, rank 1 takes another unit than the others, which the device does not notice."""
     model: Any = Picks().to(device.TYPE)
     for unit in (*model.units, model):
         libfsdp.fully_shard(unit, mesh=mesh_of(1))
@@ -285,37 +280,13 @@ def diverge() -> str:
         model(x, [0, 1]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises(libfsdp.CommError) as error:
+    with raises(libfsdp.CommError, "the ranks make different calls", "all-gather of unit 'units.2'"):
         model(x, [0, 2 if dist.get_rank() == 1 else 1]).sum().backward()
     assert all(unit.weight.grad is None for unit in model.units)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_diverge_get_one_error(world: int) -> None:
-    ranks = Ranks(world)  # Their groups have failed afterwards.
-    try:
-        for text in ranks.run(diverge):
-            assert "the ranks make different calls" in text
-            assert "all-gather of unit 'units.2'" in text
-    finally:
-        ranks.end()
-
-
-class Fails(torch.autograd.Function):
-    """In backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("planned failure")
 
 
 def fail_in_forward(module: nn.Module, arguments: Any) -> None:
-    raise RuntimeError("planned failure")
+    raise RuntimeError("told to fail")
 
 
 def train_after_failures(implementation: str, fails: tuple[str, ...]) -> list[float]:
@@ -326,8 +297,8 @@ def train_after_failures(implementation: str, fails: tuple[str, ...]) -> list[fl
         if place == "forward":
             hook = trainee.units[1].register_forward_pre_hook(fail_in_forward)
         else:
-            hook = trainee.units[1].register_forward_hook(lambda module, arguments, y: Fails.apply(y))
-        with pytest.raises(RuntimeError, match="planned failure"):
+            hook = trainee.units[1].register_forward_hook(lambda module, arguments, y: FailsInBackward.apply(y))
+        with pytest.raises(RuntimeError, match="told to fail"):
             trainee.loss(1).backward()
         hook.remove()
         trainee.optimizer.zero_grad()
@@ -337,9 +308,10 @@ def train_after_failures(implementation: str, fails: tuple[str, ...]) -> list[fl
     return losses
 
 
-def test_exceptions(ranks: StartRanks) -> None:
-    expected = ranks(2).run(train_after_failures, "libfsdp", ())
-    assert ranks(2).run(train_after_failures, "libfsdp", ("forward", "backward", "forward")) == expected
+@on_ranks(2)
+def test_exceptions() -> None:
+    expected = train_after_failures("libfsdp", ())
+    assert train_after_failures("libfsdp", ("forward", "backward", "forward")) == expected
 
 
 def train_with_a_side_stream(implementation: str, observes: bool) -> tuple[list[float], list[float]]:
@@ -367,12 +339,12 @@ def train_with_a_side_stream(implementation: str, observes: bool) -> tuple[list[
     return losses, [norm.item() for norm in norms]
 
 
-def test_hooks_with_a_side_stream(ranks: StartRanks) -> None:
-    expected = ranks(2).run(train_with_a_side_stream, "libfsdp", False)
-    results = [ranks(2).run(train_with_a_side_stream, implementation, True) for implementation in ("libfsdp", "fsdp2")]
-    for (losses, norms), (_, expected_norms), (expected_losses, _) in zip(*results, expected, strict=True):
-        assert losses == expected_losses
-        assert norms == expected_norms
+@on_ranks(2)
+def test_hooks_with_a_side_stream() -> None:
+    expected_losses, _ = train_with_a_side_stream("libfsdp", observes=False)
+    losses, norms = train_with_a_side_stream("libfsdp", observes=True)
+    assert losses == expected_losses
+    assert norms == train_with_a_side_stream("fsdp2", observes=True)[1]
 
 
 def unshard_before(implementation: str, compute: torch.dtype | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -396,14 +368,14 @@ def unshard_before(implementation: str, compute: torch.dtype | None) -> tuple[li
 
 
 @pytest.mark.parametrize("compute", [None, bf16])
-def test_unshard_and_export(ranks: StartRanks, compute: torch.dtype | None) -> None:
-    results = [ranks(2).run(unshard_before, implementation, compute) for implementation in ("libfsdp", "fsdp2")]
-    for (losses, parameters), (expected_losses, expected) in zip(*results, strict=True):
-        assert losses == expected_losses
-        assert not (text := differences("value", parameters, expected, {})), text
+@on_ranks(2)
+def test_unshard_and_export(compute: torch.dtype | None) -> None:
+    assert_equal(*(unshard_before(implementation, compute) for implementation in ("libfsdp", "fsdp2")))
 
 
-def train_as_megatron(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", megatron.STRATEGIES)
+@on_ranks(2)
+def test_megatron(strategy: str) -> None:
     """Losses and parameters are those of a model without sharding."""
     plain = megatron.plain_model()
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -416,20 +388,14 @@ def train_as_megatron(strategy: str) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        for parameter, gradient in zip(plain.parameters(), megatron.mean_gradients(plain, [step]), strict=True):
-            parameter.grad = gradient
+        megatron.set_mean_gradients(plain, [step])
         plain_optimizer.step()
-    for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(megatron.whole(got.detach()), expected.detach(), rtol=1e-4, atol=1e-5)
+    megatron.assert_same_parameters(model, plain)
     assert take_reports() == []
 
 
-@pytest.mark.parametrize("strategy", megatron.STRATEGIES)
-def test_megatron(ranks: StartRanks, strategy: str) -> None:
-    ranks(2).run(train_as_megatron, strategy)
-
-
-def keep_gradients() -> None:
+@on_ranks(2)
+def test_gradients_on_the_host_keep_their_memory() -> None:
     """Those that somebody still has are not written over, and else their memory serves again: pinning it takes long."""
     model: Any = nn.Linear(8, 8).to(device.TYPE)
     libfsdp.fully_shard(model, mesh=mesh_of(1), offload_policy=CPUOffloadPolicy())
@@ -448,10 +414,6 @@ def keep_gradients() -> None:
     assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
     assert torch.equal(kept[0], kept[1])
     assert take_reports() == []
-
-
-def test_gradients_on_the_host_keep_their_memory(ranks: StartRanks) -> None:
-    ranks(2).run(keep_gradients)
 
 
 def peaks(implementation: str) -> tuple[int, int]:
@@ -479,8 +441,7 @@ def peaks(implementation: str) -> tuple[int, int]:
 
 
 def test_no_more_memory_than_fsdp2(compared_ranks: ComparedRanks) -> None:
-    theirs, ours = (compared_ranks[name](2).run(peaks, name) for name in ("fsdp2", "libfsdp"))
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other in zip(*run_both(compared_ranks, 2, peaks), strict=True):
         assert mine[0] <= 1.005 * other[0], "between steps there are main parameters and what the optimizer has"
         assert mine[1] <= 1.01 * other[1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import mesh_of
 from torch import nn
 
@@ -48,8 +48,9 @@ def launched_by_backward(layers: int) -> dict[str, int]:
     }
 
 
-def test_sums_of_replicas_are_one_kernel_per_unit(ranks: StartRanks) -> None:
+@on_ranks(4)
+def test_sums_of_replicas_are_one_kernel_per_unit() -> None:
     """They are copied to the main gradients, or are added to them, by a kernel for all parameters."""
-    few, many = (ranks(4).run(launched_by_backward, layers)[0] for layers in (1, 4))
+    few, many = (launched_by_backward(layers) for layers in (1, 4))
     assert few == many
     assert few["aten::_foreach_add_"] == 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.device import take_reports
+from support.marks import on_ranks
 from support.training import full, mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -21,13 +21,6 @@ from libfsdp.optim._adamw_8bit import _zeros_per_block
 pytestmark = pytest.mark.skipif(device.TYPE != "sim", reason="FSDP_TEST_DEVICE is not 'sim'")
 
 bf16 = torch.bfloat16
-
-
-def take_reports() -> list[str]:
-    """What the device has seen on this rank."""
-    torch.accelerator.synchronize()
-    reports: list[str] = importlib.import_module("sim_device").take_reports()
-    return reports
 
 
 class Halves(nn.Module):
@@ -61,9 +54,9 @@ def add_up_in_place(manual: bool) -> list[Tensor]:
     return [full(p.grad) for p in model.parameters()]
 
 
-def test_gradients_that_wait_are_reduced_where_others_add_up(ranks: StartRanks) -> None:
-    for found, expected in zip(ranks(2).run(add_up_in_place, True), ranks(2).run(add_up_in_place, False), strict=True):
-        assert all(map(torch.equal, found, expected))
+@on_ranks(2)
+def test_gradients_that_wait_are_reduced_where_others_add_up() -> None:
+    assert all(map(torch.equal, add_up_in_place(manual=True), add_up_in_place(manual=False)))
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -73,8 +66,10 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def keep_state_on_the_host(name: str) -> list[Tensor]:
-    """The parameters after two steps, all of whose state lies where they do."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_state_of_offloaded_parameters_is_on_the_host(name: str) -> None:
+    """After two steps, all of their state lies where they do."""
     torch.manual_seed(0)
     model: Any = nn.Linear(256, 64).to(device.TYPE)
     libfsdp.fully_shard(model, mesh=mesh_of(1), offload_policy=CPUOffloadPolicy())
@@ -88,15 +83,10 @@ def keep_state_on_the_host(name: str) -> list[Tensor]:
             assert value.ndim == 0 or value._local_tensor.device == parameter._local_tensor.device
     assert parameter._local_tensor.device.type == "cpu"
     assert take_reports() == []
-    return [p.to_local().detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_offloaded_parameters_is_on_the_host(ranks: StartRanks, name: str) -> None:
-    ranks(2).run(keep_state_on_the_host, name)
-
-
-def place_values_of_blocks() -> None:
+@on_ranks(2)
+def test_values_of_blocks_are_on_the_device() -> None:
     """Parameters that are replicated, or of no sharded module, are on the device."""
     model: Any = nn.Linear(256, 64).to(device.TYPE)
     plain = nn.Parameter(torch.ones(4096).to(device.TYPE))
@@ -104,7 +94,3 @@ def place_values_of_blocks() -> None:
     for parameter in (model.weight, plain):
         values = _zeros_per_block(parameter, "a parameter")
         assert (values.to_local() if isinstance(values, DTensor) else values).device.type == device.TYPE
-
-
-def test_values_of_blocks_are_on_the_device(ranks: StartRanks) -> None:
-    ranks(2).run(place_values_of_blocks)

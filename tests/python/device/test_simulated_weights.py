@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import device
-from support.ranks import StartRanks
+from support.marks import on_ranks
 from support.training import CASES, Options, batch_of, full, seeded, shard
 
 import libfsdp
@@ -17,7 +17,9 @@ import libfsdp
 pytestmark = pytest.mark.skipif(device.TYPE != "sim", reason="FSDP_TEST_DEVICE is not 'sim'")
 
 
-def taken_on_two_streams(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
+@on_ranks(2)
+def test_tensors_that_are_taken_on_two_streams(bucket_bytes: int) -> None:
     """As a sender does that packs on one stream while the pack before is sent on another."""
     case = CASES["transformer"]
     model = shard(seeded(case), case, "libfsdp", Options())
@@ -43,8 +45,3 @@ def taken_on_two_streams(bucket_bytes: int) -> None:
             assert torch.equal(found[name].cpu(), full(value)), name
     torch.accelerator.synchronize()
     assert importlib.import_module("sim_device").take_reports() == []
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
-def test_tensors_that_are_taken_on_two_streams(ranks: StartRanks, bucket_bytes: int) -> None:
-    ranks(2).run(taken_on_two_streams, bucket_bytes)
