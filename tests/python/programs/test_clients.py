@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from support import clients, float8, lightning_clients, trainer_clients
 from support.clients import Trained
 from support.comparison import differences
-from support.marks import at_night, needs_in_torch
-from support.ranks import ComparedRanks, StartRanks
+from support.marks import needs_in_torch
+from support.ranks import ComparedRanks, StartRanks, run_both
 
 needs = {
     name: pytest.mark.skipif(not clients.installed_packages(*packages), reason=f"not installed: {' '.join(packages)}")
@@ -35,7 +36,7 @@ def check_same(
     compared_ranks: ComparedRanks, program: Callable[..., Trained], *options: str, world: int = 2
 ) -> list[Trained]:
     """Runs a program with both, compares all that it saw, and gives what it saw with libfsdp."""
-    theirs, ours = (compared_ranks[name](world).run(program, name, *options) for name in ("fsdp2", "libfsdp"))
+    ours, theirs = run_both(compared_ranks, world, program, *options)
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         where = f"rank {rank}: "
         assert mine.losses == other.losses, f"{where}losses {mine.losses}, not {other.losses}"
@@ -43,121 +44,54 @@ def check_same(
         for step, (a, b) in enumerate(zip(mine.gradients, other.gradients, strict=True)):
             assert not (text := differences(f"{where}step {step}: gradient", a, b, {})), text
         assert not (text := differences(f"{where}final value", mine.parameters, other.parameters, {})), text
-    result: list[Trained] = ours
-    return result
+    return ours
 
 
-@needs["accelerate"]
-@pytest.mark.parametrize("options", ["", at_night("bf16 full"), "efficient checkpointing", at_night("offload"), "offload bf16 full"])
-def test_accelerate(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split()):
-        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
-        assert of_rank.notes["loaded as saved"]
+LLAMA = {"class": "FSDPLlamaForCausalLM"}
+# Two replicas of two shards: sums of two numbers in both directions, so they have one order.
+REPLICAS = {"placements": "(Replicate(), Shard(dim=0))"}
+SAVED, RESUMED = {"loaded as saved": True}, {"resumed": True}
+ADAPTER = {"trained": 8}  # The parameters that have gradients.
+EPOCH = {"steps": 2 * clients.STEPS, "losses again": True}
+imports_data_parallel_dims = needs_in_torch(torch.distributed.fsdp, "DataParallelMeshDims")
+# The program, the number of ranks, its options by day, those of the night, and what it notes.
+CLIENTS: list[tuple[Any, Callable[..., Trained], int, list[str], list[str], dict[str, Any]]] = [
+    (needs["accelerate"], clients.with_accelerate, 2, ["", "efficient checkpointing"], ["bf16 full"], LLAMA | SAVED),
+    (needs["accelerate"], clients.with_accelerate, 2, ["offload bf16 full"], ["offload"], LLAMA | SAVED),
+    (needs["accelerate"], clients.with_accelerate, 4, [], ["hsdp", "hsdp bf16 full", "hsdp offload checkpointing"], REPLICAS | SAVED),
+    (needs["accelerate"], clients.with_trainer, 2, ["bf16 checkpointing"], [""], LLAMA | RESUMED),
+    (needs["accelerate"], clients.with_trainer, 4, [], ["hsdp offload"], REPLICAS | RESUMED),
+    (needs_distributed_config, clients.with_distributed_config, 2, ["", "bf16"], [], {"tied": True} | SAVED),
+    (needs_distributed_config, clients.with_distributed_config, 2, [], ["untied"], {"tied": False} | SAVED),
+    (needs_distributed_config, clients.with_distributed_config, 4, [], ["hsdp"], SAVED),
+    (needs["peft"], clients.with_peft, 2, ["bf16"], [""], ADAPTER),
+    (needs["lightning"], lightning_clients.with_fabric, 2, ["meta"], [""], LLAMA | SAVED),
+    (needs["lightning"], lightning_clients.with_trainer, 2, ["full"], [""], LLAMA | EPOCH | RESUMED),
+    # It sets gradient_divide_factor to 1.
+    ([needs["torchtitan"], imports_data_parallel_dims], clients.with_torchtitan, 2, ["compile"], ["tied", "bf16"], {}),
+    (needs["transformers"], trainer_clients.with_transformers, 2, [], ["", "bf16 checkpointing"], LLAMA),
+    (needs["trl"], trainer_clients.with_trl, 2, [], ["", "bf16"], {"warnings": []}),
+    (needs["automodel"], trainer_clients.with_automodel, 2, [], [""], {}),
+    (needs["verl"], trainer_clients.with_verl, 2, [], ["prefetch", "keep"], {}),
+    (needs["torchtune"], trainer_clients.with_torchtune, 2, [], [""], {}),
+]
 
 
-@needs["accelerate"]
-@pytest.mark.parametrize("options", [at_night("hsdp"), at_night("hsdp bf16 full"), at_night("hsdp offload checkpointing")])
-def test_accelerate_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
-    """Two replicas of two shards: sums of two numbers in both directions, so they have one order."""
-    for of_rank in check_same(compared_ranks, clients.with_accelerate, *options.split(), world=4):
-        assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
-        assert of_rank.notes["loaded as saved"]
+def each_client() -> Iterator[Any]:
+    """With each of its options."""
+    for needed, program, world, by_day, at_night, notes in CLIENTS:
+        marks = needed if isinstance(needed, list) else [needed]
+        for options in (*by_day, *at_night):
+            night = [] if options in by_day else [pytest.mark.nightly]
+            yield pytest.param(program, world, options, notes, marks=marks + night, id=f"{program.__name__} {options}")
 
 
-@needs["accelerate"]
-@pytest.mark.parametrize("options", [at_night(""), "bf16 checkpointing"])
-def test_transformers_trainer(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split()):
-        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
-        assert of_rank.notes["resumed"]
-
-
-@needs["accelerate"]
-@pytest.mark.parametrize("options", [at_night("hsdp offload")])
-def test_transformers_trainer_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_trainer, *options.split(), world=4):
-        assert of_rank.notes["placements"] == "(Replicate(), Shard(dim=0))"
-        assert of_rank.notes["resumed"]
-
-
-@needs_distributed_config
-@pytest.mark.parametrize("options", ["", "bf16", at_night("untied")])
-def test_transformers_distributed_config(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_distributed_config, *options.split()):
-        assert of_rank.notes["tied"] == ("untied" not in options)
-        assert of_rank.notes["loaded as saved"]
-
-
-@needs_distributed_config
-@pytest.mark.parametrize("options", [at_night("hsdp")])
-def test_transformers_distributed_config_on_replicas(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_distributed_config, options, world=4):
-        assert of_rank.notes["loaded as saved"]
-
-
-@needs["peft"]
-@pytest.mark.parametrize("options", [at_night(""), "bf16"])
-def test_peft_lora(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, clients.with_peft, *options.split()):
-        assert of_rank.notes["trained"] == len(of_rank.notes["adapter"]) == 8
-
-
-@needs["lightning"]
-@pytest.mark.parametrize("options", [at_night(""), "meta"])
-def test_lightning_fabric(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, lightning_clients.with_fabric, *options.split()):
-        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
-        assert of_rank.notes["loaded as saved"]
-
-
-@needs["lightning"]
-@pytest.mark.parametrize("options", [at_night(""), "full"])
-def test_lightning_trainer(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, lightning_clients.with_trainer, *options.split()):
-        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
-        assert of_rank.notes["steps"] == clients.STEPS * 2
-        assert of_rank.notes["resumed"]
-        assert of_rank.notes["losses again"]
-
-
-@needs["torchtitan"]
-@needs_in_torch(torch.distributed.fsdp, "DataParallelMeshDims")  # which torchtitan imports
-@pytest.mark.parametrize("options", ["compile", at_night("tied"), at_night("bf16")])
-def test_torchtitan(compared_ranks: ComparedRanks, options: str) -> None:
-    """It sets gradient_divide_factor to 1."""
-    check_same(compared_ranks, clients.with_torchtitan, *options.split())
-
-
-@needs["transformers"]
-@pytest.mark.parametrize("options", [at_night(""), at_night("bf16 checkpointing")])
-def test_transformers_own(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, trainer_clients.with_transformers, *options.split()):
-        assert of_rank.notes["class"] == "FSDPLlamaForCausalLM"
-
-
-@needs["trl"]
-@pytest.mark.parametrize("options", [at_night(""), at_night("bf16")])
-def test_trl(compared_ranks: ComparedRanks, options: str) -> None:
-    for of_rank in check_same(compared_ranks, trainer_clients.with_trl, *options.split()):
-        assert of_rank.notes["warnings"] == []
-
-
-@needs["automodel"]
-@pytest.mark.parametrize("options", [at_night("")])
-def test_automodel(compared_ranks: ComparedRanks, options: str) -> None:
-    check_same(compared_ranks, trainer_clients.with_automodel, *options.split())
-
-
-@needs["verl"]
-@pytest.mark.parametrize("options", [at_night("prefetch"), at_night("keep")])
-def test_verl(compared_ranks: ComparedRanks, options: str) -> None:
-    check_same(compared_ranks, trainer_clients.with_verl, *options.split())
-
-
-@needs["torchtune"]
-@pytest.mark.parametrize("options", [at_night("")])
-def test_torchtune(compared_ranks: ComparedRanks, options: str) -> None:
-    check_same(compared_ranks, trainer_clients.with_torchtune, *options.split())
+@pytest.mark.parametrize(("program", "world", "options", "notes"), list(each_client()))
+def test_the_same_as_with_fsdp2(
+    compared_ranks: ComparedRanks, program: Callable[..., Trained], world: int, options: str, notes: dict[str, Any]
+) -> None:
+    for of_rank in check_same(compared_ranks, program, *options.split(), world=world):
+        assert {name: of_rank.notes[name] for name in notes} == notes
 
 
 @pytest.mark.parametrize(
