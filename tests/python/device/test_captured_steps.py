@@ -188,7 +188,7 @@ def test_cuda_graph_mode(strategy: str) -> None:
 @pytest.mark.parametrize("options", [Options(), Options(compute=bf16), Options(reshard=False)])
 @on_ranks(2)
 def test_addresses_stay_behind_the_third_step(options: Options) -> None:
-    """Of the parameters with which each unit computes."""
+    """Each unit computes with parameters at the same addresses."""
     case = CASES["transformer"]
     model = sharded("transformer", options)
     optimizer = fused(model.parameters())

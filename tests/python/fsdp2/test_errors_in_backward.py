@@ -103,7 +103,7 @@ def test_reductions_that_fail() -> None:
 )
 @on_ranks(2)
 def test_reports_at_the_end(way: str, reentrant: bool | None) -> None:
-    """Of a backward, also of one within another."""
+    """The report comes at the end of a backward, also of one within another."""
     model = make(report_nan_in_param_grad=True)
     model.reentrant = reentrant
     x = batch()

@@ -115,7 +115,7 @@ def not_compared(case: str, options: Options) -> bool:
 
 
 def of(implementation: str, world: int, chosen: list[Any]) -> list[Any]:
-    """These models and options, for a number of ranks."""
+    """Adds the implementation and the number of ranks to these models and options."""
     return [
         pytest.param(implementation, world, *one.values, id=f"{implementation}-{world}-{one.id}", marks=one.marks)
         for one in chosen

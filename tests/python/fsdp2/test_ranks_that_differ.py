@@ -47,7 +47,7 @@ class Swapped(nn.Module):
 
 
 def refuses_forward(model: Any, *parts: str) -> None:
-    """The error of a forward has these parts."""
+    """Expects an error of a forward, with these parts."""
     with raises(libfsdp.Error, *parts):
         model(torch.ones(2, 16))
 
@@ -147,7 +147,7 @@ def test_setters_on_one_rank(setter: str, on_0: str, on_1: str) -> None:
 
 @contextmanager
 def raises_soon(*parts: str) -> Iterator[None]:
-    """Before a time-out ends the call."""
+    """As raises, for an error that comes before a time-out ends the call."""
     begin = time.monotonic()
     with raises(libfsdp.Error, *parts):
         yield
@@ -182,7 +182,7 @@ def test_a_group_that_one_rank_alone_asks_for() -> None:
 
 @on_ranks(2, fresh=True)
 def test_the_time_out_of_the_default_group_is_each_groups() -> None:
-    """Of the groups of a mesh of two dimensions, of all ranks, and not of a group that was made with a time-out of its own."""
+    """Groups of a mesh have it, and a group that was made with a time-out of its own keeps that."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
     own = dist.new_group(timeout=timedelta(seconds=7))
     assert isinstance(own, dist.ProcessGroup)
@@ -280,7 +280,7 @@ def test_one_rank_has_an_optimizer_of_its_own() -> None:
 
 
 def warnings_of_ranks_that_were_seeded_otherwise(options: dict[str, Any], written: str) -> str:
-    """Those of two forwards and backwards; both ranks end with values of one kind."""
+    """Returns the warnings of two forwards and backwards. Both ranks end with values of one kind."""
     torch.manual_seed(dist.get_rank())
     model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     if written == "meta":
@@ -326,7 +326,7 @@ def test_check_initial_values_is_an_error_of_fully_shard() -> None:
 
 @on_ranks(2)
 def test_check_initial_values_looks_at_all_elements() -> None:
-    """Of a difference that only all elements show."""
+    """Only a checksum of all elements shows this difference."""
     model = layers()
     if dist.get_rank() == 1:
         with torch.no_grad():

@@ -20,7 +20,7 @@ from libfsdp.megatron import fully_shard_model
 
 
 def exported(model: Any) -> dict[str, torch.Tensor]:
-    """The weights, which are the same however they are exported."""
+    """Returns the weights, after a comparison with all kinds of exports."""
     expected = {name: whole(value).cpu().clone() for name, value in model.state_dict().items()}
     assert_exported(model, expected, 200)
     source = libfsdp.WeightSource(model, names=list(expected)[::2])

@@ -129,7 +129,7 @@ def gathered_bytes(dtype: torch.dtype, block: int | None) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @on_ranks(2)
 def test_what_travels(dtype: torch.dtype) -> None:
-    """Main weights in the dtype that the parameter says, and rows that ranks quantize in eight bits."""
+    """Main weights travel in the dtype that the parameter says, and rows that ranks quantize in eight bits."""
     # Each rank sends half of the rows, of 3 rows as many as of 4, and of biases as much.
     rows, bias = 4 + 4 + 2, 4 + 4 + 2
     for block in (None, 3):  # Blocks of three rows are cut between the ranks.

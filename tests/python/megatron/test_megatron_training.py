@@ -227,7 +227,7 @@ class ColumnLinear(nn.Module):
 )
 @on_ranks("size")
 def test_pieces_of_megatrons_layers(strategy: str, with_outer: bool) -> None:
-    """Whose shards outer ranks may cut, too."""
+    """Outer ranks may cut the shards, too."""
     mesh = mesh_of_three_dims() if with_outer else mesh_of_two_dims()
     outer: dict[str, Any] = {}
     if with_outer:

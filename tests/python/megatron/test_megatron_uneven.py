@@ -150,7 +150,7 @@ def test_checkpoints_are_loaded_on_other_numbers_of_ranks(ranks: StartRanks, tmp
 
 @on_ranks(2)
 def test_empty_parts_write_and_read_nothing() -> None:
-    """Of a tensor that the last rank has all of."""
+    """The last rank has all of the tensor."""
     dtensor: Any = cut(numbers((7, 5)), CUTS[dist.get_world_size()][1])
     uneven.update_uneven_dtensor_chunk_metadata(dtensor)
     items = dist.get_rank()

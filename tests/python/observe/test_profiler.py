@@ -14,7 +14,7 @@ from libfsdp import fully_shard
 
 @on_ranks(2)
 def test_ranges_have_the_names_of_fsdp2() -> None:
-    """And come as often, in the third step of two blocks and a root."""
+    """The third step of two blocks and a root has each range as often as FSDP2."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
     fully_shard(model[0])
@@ -43,7 +43,7 @@ def test_ranges_have_the_names_of_fsdp2() -> None:
 
 @on_ranks(2)
 def test_memory_is_shown_by_its_kind() -> None:
-    """By the bytes that torch's allocator gave within each range of the library, while a model was sharded and trained for a step."""
+    """The profiler shows the bytes that each range of the library allocates, while a model is sharded and trained for a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -102,7 +102,7 @@ def test_the_same_bits_as_torchs_over_fsdp2(name: str, way: str, options: dict[s
 
 
 def compare_with_replica(making: Making, shapes: Any) -> float:
-    """How many times the greatest difference goes into what roundings in each step may add up to."""
+    """Returns by what factor the greatest difference is below what roundings in each step may add up to."""
     results = []
     for implementation in ("libfsdp", "replica"):
         parameters = sharded(implementation, shapes)

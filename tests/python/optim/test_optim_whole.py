@@ -132,7 +132,7 @@ HAS_ONE = "has a gradient on ranks [0], and none on ranks [1]. A matrix is"
 )
 @on_ranks("size")
 def test_muon_on_ranks_that_differ_is_one_error(replicas: int, how: str, text: str) -> None:
-    """On all ranks; and nothing has changed: the next step is as without it."""
+    """All ranks have it, and nothing has changed: the next step is as without it."""
     rank, results = torch.distributed.get_rank(), []
     for failing in (False, True):
         parameters = sharded("libfsdp", MATRICES, replicas, shard_placement_fn=by_columns)

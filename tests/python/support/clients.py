@@ -122,7 +122,7 @@ def reset_accelerate() -> None:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
-# Of both Trainers.
+# Both Trainers take these.
 ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,

@@ -38,7 +38,7 @@ def move(module: ModuleT) -> ModuleT:
 
 
 def take_reports() -> list[str]:
-    """What the simulated device has seen on this rank."""
+    """Returns and forgets the reports of the simulated device on this rank."""
     torch.accelerator.synchronize()
     reports: list[str] = importlib.import_module("sim_device").take_reports()
     return reports

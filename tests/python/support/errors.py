@@ -25,7 +25,7 @@ class FailsInBackward(torch.autograd.Function):
 
 @contextmanager
 def raises(error: type[Exception], *parts: str) -> Iterator[list[str]]:
-    """As pytest.raises, for an error whose text has all of these parts. It becomes the list's."""
+    """As pytest.raises, for an error whose text has all of these parts. The list gets the text."""
     text: list[str] = []
     with pytest.raises(error) as raised:
         yield text
@@ -35,7 +35,7 @@ def raises(error: type[Exception], *parts: str) -> Iterator[list[str]]:
 
 @contextmanager
 def raises_everywhere(error: type[Exception], *parts: str) -> Iterator[None]:
-    """All ranks get the same error."""
+    """As raises, for an error that is the same on all ranks."""
     with raises(error, *parts) as text:
         yield
     every: list[Any] = [None] * dist.get_world_size()

@@ -30,9 +30,11 @@ def at_night(*values: object) -> ParameterSet:
 
 
 def on_ranks(*sizes: int | str, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Each rank runs the test, with its parameters and fixtures: on so many ranks, and with several numbers on each of them in turn.
+    """Runs the test on each of so many ranks, with its parameters and fixtures. With several numbers, it runs once for each of them.
 
-    A number may be the name of a parameter that has it. Fresh ranks are the test's own, and end with it.
+    Args:
+        sizes: numbers of ranks, or the names of parameters that have them.
+        fresh: the test has ranks of its own, which end with it.
     """
 
     def mark(test: Callable[..., Any]) -> Callable[..., Any]:

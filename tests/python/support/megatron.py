@@ -111,7 +111,7 @@ def set_mean_gradients(model: nn.Module, steps: list[int]) -> None:
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    """Of a sharded model, and of one without sharding."""
+    """Compares the parameters of a sharded model with those of one without sharding."""
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=rtol, atol=atol)
 

@@ -165,6 +165,6 @@ ComparedRanks = Mapping[str, StartRanks]  # By the implementation that they run.
 def run_both(
     ranks: ComparedRanks, size: int, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], list[Any]]:
-    """What function(implementation, *arguments) returns on each rank, of libfsdp and of its peer."""
+    """Calls function(implementation, *arguments) with libfsdp and with its peer. Returns the results of both, by rank."""
     ours, theirs = (ranks[name](size).run(function, name, *arguments) for name in ("libfsdp", "fsdp2"))
     return ours, theirs

@@ -91,20 +91,20 @@ def assert_same_state(got: Any, expected: Any, tolerance: float = 0.0) -> None:
 
 
 def save_by_torch(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Model and optimizer, by torch.distributed.checkpoint."""
+    """Saves both by torch.distributed.checkpoint."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
 
 
 def load_by_torch(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What save_by_torch has saved."""
+    """Loads what save_by_torch has saved."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 def assert_equal(got: Any, expected: Any) -> None:
-    """Nested dictionaries and lists that are equal in names and values, tensors to the last bit."""
+    """Demands equal names and values in nested dictionaries and lists. Tensors are equal to the last bit."""
     mine, other = flatten(got), flatten(expected)
     assert list(mine) == list(other), f"names {list(mine)}, expected {list(other)}"
     assert [path for path, value in other.items() if not same(mine[path], value)] == []

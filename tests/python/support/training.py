@@ -134,7 +134,7 @@ def sharded(case_name: str, options: Options = DEFAULT, implementation: str = "l
 
 
 def three_units(**options: Any) -> Any:
-    """A small model of libfsdp's: two units of linear layers, and a root with another one."""
+    """A small model that libfsdp shards: two units of linear layers, and a root with another one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3))
     fsdp = api("libfsdp")

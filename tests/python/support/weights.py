@@ -1,4 +1,4 @@
-"""Whole weights that models export, and what they have to be."""
+"""Exports of whole weights, and comparisons with what they have to be."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
 def assert_same(
     found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype | None = None, in_order: bool = True
 ) -> None:
-    """The same names and values, in a dtype; and in the same order, but for "head.weight", which may be tied and come earlier."""
+    """Demands the same names and values, in a dtype, and the same order. "head.weight" may be tied, and come earlier."""
     assert found.keys() == expected.keys()
     first, second = ([name for name in names if name != "head.weight"] for names in (found, expected))
     assert first == second or not in_order
@@ -46,7 +46,7 @@ def assert_same(
 
 
 def assert_exported(model: nn.Module, expected: dict[str, Tensor], bucket_bytes: int, in_order: bool = True) -> None:
-    """In any buckets and dtype, to all ranks and to the first."""
+    """Compares exports in two sizes of buckets, in bf16, and to the first rank alone."""
     assert_same(whole(model), expected, in_order=in_order)
     assert_same(whole(model, bucket_bytes=bucket_bytes), expected, in_order=in_order)
     assert_same(whole(model, dtype=BF16), expected, BF16, in_order)
