@@ -41,20 +41,17 @@ OwnElements own_elements_of(const Entry& entry) {
 
 std::int64_t rows_at_once(const OwnElements& mine) { return std::max<std::int64_t>(1, kAtOnce / std::max<std::int64_t>(mine.columns, 1)); }
 
-/// The bytes of a factor that pieces of its unit have.
-struct Bytes {
-  std::int64_t begin = 0;
-  std::int64_t size = 0;
-};
-
-Bytes bytes_of(const Entry& factor, engine::Pieces pieces) {
-  const auto begins = begins_by_rank(factor);
-  const auto itemsize = static_cast<std::int64_t>(factor.own.itemsize());
-  const auto begin = begins[static_cast<std::size_t>(pieces.first)];
-  return {begin * itemsize, (begins[static_cast<std::size_t>(pieces.first + pieces.count)] - begin) * itemsize};
+/// The elements of a factor, whose bytes are `whole`, as bytes.
+at::Tensor bytes_of(const at::Tensor& whole, Range range, std::int64_t itemsize) {
+  return comm::flat_view(whole, range.begin * itemsize, range.size * itemsize);
 }
 
 }  // namespace
+
+Adapters::Adapters(std::vector<Entry> factors, const DeviceMesh& mesh) : factors_(std::move(factors)), device_(mesh.device()) {
+  routes_.emplace(mesh, /*receives=*/true);
+  courses_ = courses_of(factors_, *routes_);
+}
 
 std::int64_t Adapters::hold(std::span<const Entry* const> entries) {
   std::map<std::size_t, std::int64_t> begins;
@@ -81,10 +78,8 @@ std::int64_t Adapters::hold(std::span<const Entry* const> entries) {
     const auto& factor = factors_[index];
     const auto numel = c10::multiply_integers(factor.shape);
     const auto whole = engine::view_of(storage, at::kByte, begin, {numel * static_cast<std::int64_t>(factor.own.itemsize())});
-    const auto own = factor.is_cut() ? bytes_of(factor, factor.unit->main_pieces()) : Bytes{0, whole.numel()};
-    if (own.size > 0) {
-      comm::flat_view(whole, own.begin, own.size).view(factor.own.scalar_type()).view(factor.own.sizes()).copy_(factor.own);
-    }
+    const auto own = bytes_of(whole, courses_[index].ranges.front(), static_cast<std::int64_t>(factor.own.itemsize()));
+    if (own.numel() > 0) own.view(factor.own.scalar_type()).view(factor.own.sizes()).copy_(factor.own);
     held_.emplace(index, whole);
   }
   bytes_ = size + temporaries;
@@ -92,40 +87,20 @@ std::int64_t Adapters::hold(std::span<const Entry* const> entries) {
 }
 
 void Adapters::gather(const comm::Label& label) {
-  struct Row {
-    std::shared_ptr<comm::Communicator> inner, outer;
-    std::vector<comm::UnevenPart> of_inner, of_outer;
-  };
-  std::vector<Row> rows;
-  for (const auto& [index, whole] : held_) {
-    const auto& factor = factors_[index];
-    if (!factor.is_cut()) continue;
-    const auto& unit = *factor.unit;
-    const auto& inner = unit.communicators.gather;
-    const auto outer = unit.options.outer_sharded_optimizer ? unit.communicators.outer : nullptr;
-    auto row = std::ranges::find_if(rows, [&](const Row& one) { return one.inner == inner && one.outer == outer; });
-    if (row == rows.end()) row = rows.insert(row, Row{.inner = inner, .outer = outer, .of_inner = {}, .of_outer = {}});
-    const auto part = [&, &bytes = whole](engine::Pieces of_whole, engine::Pieces own) {
-      const auto [begin, size] = bytes_of(factor, of_whole);
-      const auto mine = bytes_of(factor, own);
-      return comm::UnevenPart{
-          .whole = comm::flat_view(bytes, begin, size), .own = comm::flat_view(bytes, mine.begin, mine.size), .bytes = {}};
-    };
-    const auto shard = unit.inner_pieces();
-    row->of_inner.push_back(part({0, static_cast<std::int64_t>(unit.layout.world_size())}, shard));
-    for (int rank = 0; rank < inner->size(); ++rank) {
-      row->of_inner.back().bytes.push_back(bytes_of(factor, {rank * shard.count, shard.count}).size);
+  for (const auto& route : routes_->all()) {
+    for (std::size_t k = 0; k < route->rows.size(); ++k) {
+      std::vector<comm::UnevenPart> parts;
+      for (const auto& [index, whole] : held_) {
+        const auto& course = courses_[index];
+        if (course.route != route.get()) continue;
+        const auto itemsize = static_cast<std::int64_t>(factors_[index].own.itemsize());
+        parts.push_back(
+            {.whole = bytes_of(whole, course.ranges[k + 1], itemsize), .own = bytes_of(whole, course.ranges[k], itemsize), .bytes = {}});
+        for (const auto numel : course.numel[k]) parts.back().bytes.push_back(numel * itemsize);
+      }
+      const auto& row = route->rows[k];
+      if (!parts.empty()) row.ranks->gather_uneven(parts, row.receives, label)->wait();
     }
-    if (outer == nullptr) continue;
-    row->of_outer.push_back(part(shard, unit.main_pieces()));
-    for (int rank = 0; rank < outer->size(); ++rank) row->of_outer.back().bytes.push_back(bytes_of(factor, {shard.first + rank, 1}).size);
-  }
-  const auto run = [&](comm::Communicator& row, const std::vector<comm::UnevenPart>& parts) {
-    row.gather_uneven(parts, std::vector<bool>(static_cast<std::size_t>(row.size()), true), label)->wait();
-  };
-  for (const auto& row : rows) {
-    if (row.outer != nullptr) run(*row.outer, row.of_outer);
-    run(*row.inner, row.of_inner);
   }
 }
 

@@ -7,11 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "export/route.h"
 #include "export/weight_entry.h"
+#include "fsdp/device_mesh.h"
 
 namespace fsdp::weights {
 
@@ -21,8 +24,8 @@ namespace fsdp::weights {
 class Adapters {
  public:
   Adapters() = default;
-  /// `device`: where they are gathered, and products are computed.
-  Adapters(std::vector<Entry> factors, c10::Device device) : factors_(std::move(factors)), device_(device) {}
+  /// `mesh`: on its device, they are gathered, and products are computed. Collective over the ranks of the factors. Throws CommError.
+  Adapters(std::vector<Entry> factors, const DeviceMesh& mesh);
 
   /// Takes memory for the factors of `entries`, and puts this rank's parts there. Returns the bytes that are in use until release(), those
   /// of merge() with them.
@@ -42,6 +45,8 @@ class Adapters {
   at::ScalarType computes_in(const Entry& entry) const;
 
   std::vector<Entry> factors_;
+  std::optional<Routes> routes_;
+  std::vector<Course> courses_;  ///< By factor.
   c10::Device device_ = at::kCPU;
   c10::DataPtr memory_;
   std::map<std::size_t, at::Tensor> held_;  ///< By factor: the bytes of the whole.

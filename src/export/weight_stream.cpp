@@ -79,13 +79,13 @@ WeightStream::WeightStream(Request request) : engines_(request.engines), since_(
     }
   }
   entries_ = std::move(request.entries);
-  adapters_ = Adapters(std::move(request.factors), engines_.front()->options().mesh.device());
   auto& lead = *engines_.front();
   lead.main().exclusively([&] {
     ranks_.compare(text, {.operation = "full_weights: what is asked for", .unit = {}});
     if (!request.problem.empty()) throw Error(request.problem);
     const at::NoGradGuard no_grad;
     choose_receivers(request.options.ranks);
+    adapters_ = Adapters(std::move(request.factors), lead.options().mesh);
     try {
       if (since_ != nullptr) keep_changes(request.options);
       plan(request.options.bucket_bytes, request.options.dtype);
