@@ -311,7 +311,7 @@ bool has_ended(RankProcess& process) {
   for (auto& stream : process.output) stream.finish();
   // If the program ignores SIGCHLD, or collects all its children itself, only the rank's report tells how it has ended.
   process.collected_elsewhere = ended < 0;
-  if (ended < 0) process.status = W_EXITCODE(process.returned() ? std::stoi(std::string(process.ending().substr(1))) : 1, 0);
+  if (ended < 0) process.status = W_EXITCODE(process.returned() ? std::stoi(process.report.substr(1)) : 1, 0);
   return true;
 }
 
