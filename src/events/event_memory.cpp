@@ -140,10 +140,12 @@ void EventMemory::describe_source(std::uint32_t source, std::uint32_t name) noex
   if (source < kSources) sources_[source].store(name, std::memory_order_release);
 }
 
-std::vector<std::pair<std::uint32_t, std::uint32_t>> EventMemory::sources() const {
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> described;
+std::map<std::uint32_t, std::string> EventMemory::sources() const {
+  std::map<std::uint32_t, std::string> described;
+  std::map<std::string_view, int> counts;
   for (std::uint32_t source = 0; source < kSources; ++source) {
-    if (const auto name = sources_[source].load(std::memory_order_acquire); name != 0) described.emplace_back(source, name);
+    const auto what = text_of(sources_[source].load(std::memory_order_acquire));
+    if (!what.empty()) described[source] = std::string(what) + " #" + std::to_string(++counts[what]);
   }
   return described;
 }

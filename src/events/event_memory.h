@@ -7,8 +7,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "events/event.h"
@@ -83,8 +84,9 @@ class EventMemory {
 
   /// Notes what a source is, by a name. One thread at a time.
   void describe_source(std::uint32_t source, std::uint32_t name) noexcept;
-  /// The sources that have been described, with their names.
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> sources() const;
+  /// The sources that have been described, with what they are: the name, and the source's number among those of this name, as in
+  /// "dp_shard 0-7 #1". The n-th communicator of a row on one rank belongs to the n-th on another one.
+  std::map<std::uint32_t, std::string> sources() const;
 
   /// Takes names, sources and events from another one; this one is empty. Nobody adds names meanwhile. An event that is being written
   /// meanwhile may be lost.

@@ -141,6 +141,8 @@ std::uint32_t new_source(const std::string& what) {
   return source;
 }
 
+std::map<std::uint32_t, std::string> described_sources() { return Memory::instance().now().sources(); }
+
 std::uint32_t name_of(std::string_view text) {
   auto& memory = Memory::instance();
   if (const auto found = memory.now().find_name(text); found != 0 || text.empty()) return found;

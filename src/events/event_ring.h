@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,6 +31,8 @@ bool measures_streams() noexcept;
 /// A number for an engine or a row, which no other one of this process has. `what` tells who reads the events elsewhere what it is: of a
 /// row, name_of_row(), otherwise one word.
 std::uint32_t new_source(const std::string& what);
+/// These sources; see EventMemory::sources().
+std::map<std::uint32_t, std::string> described_sources();
 
 /// The number of a name in this process. A name's first use takes a lock; later ones do not. 0 is the name of nothing, "", and also of
 /// names for which there is no room any more (thousands).

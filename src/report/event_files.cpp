@@ -8,7 +8,6 @@
 #include <chrono>
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -24,7 +23,6 @@
 namespace fsdp::report {
 
 namespace fs = std::filesystem;
-using events::Event;
 using events::EventMemory;
 using events::EventWriter;
 
@@ -106,9 +104,6 @@ RankEvents read_events(const fs::path& path, std::size_t most_events) {
   rank.alive = memory->alive();
   rank.file = path;
   rank.events = memory->read();
-  const auto in_time = [](const Event& a, const Event& b) { return a.time < b.time; };
-  // Threads take their places one after the other, but the time before that.
-  if (!std::is_sorted(rank.events.begin(), rank.events.end(), in_time)) std::stable_sort(rank.events.begin(), rank.events.end(), in_time);
   rank.names = {""};
   std::vector<std::uint32_t> places;  // by the file's number of a name
   const auto place_of = [&](std::uint32_t name) {
@@ -125,12 +120,9 @@ RankEvents read_events(const fs::path& path, std::size_t most_events) {
     event.unit = place_of(event.unit);
     event.operation = place_of(event.operation);
   }
-  // The n-th communicator of a row on one rank belongs to the n-th on another one.
-  std::map<std::string, int> rows;
-  for (const auto& [source, name] : memory->sources()) {
-    if (rank.sources.size() <= source) rank.sources.resize(source + 1);
-    const std::string what(memory->text_of(name));
-    rank.sources[source] = what + " #" + std::to_string(++rows[what]);
+  for (const auto& [source, what] : memory->sources()) {
+    rank.sources.resize(source + 1);
+    rank.sources[source] = what;
   }
   rank.process = process_of(rank.writer);
   return rank;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "events/event.h"
@@ -19,7 +20,7 @@ enum class ProcessState : std::uint8_t { kRunning, kStopped, kDebugged, kDead, k
 struct RankEvents {
   std::filesystem::path file;
   events::EventWriter writer;
-  std::vector<events::Event> events;  ///< In time; `unit` and `operation` are indices into `names`.
+  std::vector<events::Event> events;  ///< `unit` and `operation` are indices into `names`.
   std::vector<std::string> names;     ///< The first is empty.
   std::vector<std::string> sources;   ///< By Event::source: what it is, for example a row's name, and its number among those of this name.
   std::uint64_t written = 0;          ///< How many events it had written when the file was read.
@@ -27,6 +28,8 @@ struct RankEvents {
   ProcessState process = ProcessState::kElsewhere;
   bool moves = false;      ///< It has written events while read_run() looked.
   double processors = -1;  ///< How many processors its process used meanwhile; -1: not known.
+
+  std::string_view text_of(std::uint32_t name) const { return name < names.size() ? names[name] : std::string_view(); }
 };
 
 /// Reads the last events of one rank's file, and looks at its process. Throws Error if it is no such file, or one of another version.

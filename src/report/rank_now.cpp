@@ -1,95 +1,37 @@
 #include "report/rank_now.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "events/row_name.h"
 
 namespace fsdp::report {
 
-using events::Event;
-using events::EventKind;
-
 namespace {
 
-std::vector<std::uint32_t> engines_of(const std::vector<Event>& events) {
-  std::map<std::uint32_t, int> steps;
-  events::Whereabouts whereabouts;
-  for (const auto& event : events) {
-    if (whereabouts.take(event)) steps[event.source] += event.kind == EventKind::kStepBegan ? 1 : 0;
-  }
-  std::vector<std::uint32_t> engines;
-  for (const auto& [source, count] : steps) engines.push_back(source);
-  std::stable_sort(engines.begin(), engines.end(), [&](auto a, auto b) { return steps[a] > steps[b]; });
-  if (engines.empty()) engines.push_back(0);
-  return engines;
-}
-
-std::map<CollectiveKey, Collective> collectives_of_all(const RankNow& rank) {
-  const auto text_of = [&](std::uint32_t name) { return rank.text_of(name); };
-  const auto& events = rank.left.events;
-  auto all = collectives_of(events, rank.engines.front(), text_of);
-  for (std::size_t i = 1; i < rank.engines.size(); ++i) {
-    std::set<std::uint32_t> units;
-    for (const auto& event : events) {
-      if (event.source == rank.engines[i] && event.kind == EventKind::kEntered) units.insert(event.unit);
-    }
-    for (const auto& event : events) {
-      if (event.source == rank.engines.front() && event.kind == EventKind::kEntered) units.erase(event.unit);
-    }
-    for (auto& [key, collective] : collectives_of(events, rank.engines[i], text_of)) {
-      if (units.contains(collective.call.unit)) all[key] = collective;
-    }
-  }
+std::vector<events::Event> in_clock(std::vector<events::Event> all, const ClockOffset& clock) {
+  for (auto& event : all) event.time -= clock.ahead;
   return all;
 }
 
 }  // namespace
 
-RankNow::RankNow(RankEvents events, const ClockOffset& ahead) : left(std::move(events)), clock(ahead) {
-  for (auto& event : left.events) event.time -= clock.ahead;
-  engines = engines_of(left.events);
-  collectives = collectives_of_all(*this);
+RankNow::RankNow(RankEvents events, const ClockOffset& ahead)
+    : RankReplay(in_clock(std::move(events.events), ahead), [&](std::uint32_t name) { return events.text_of(name); }),
+      left(std::move(events)),
+      clock(ahead) {
   for (std::uint32_t source = 0; source < left.sources.size(); ++source) {
-    if (!events::ranks_of_row(left.sources[source]).empty()) rows_[left.sources[source]].source = source;
+    const auto& row = left.sources[source];
+    if (!events::ranks_of_row(row).empty()) rows_[row] = {.source = source, .last = last_call(source)};
   }
-  for (const auto& [key, collective] : collectives) {
-    const auto row = rows_.find(row_of(key.first));
-    if (row == rows_.end()) continue;
-    if (collective.posted != 0) row->second.last = key.second;
-    if (collective.is_awaited()) waits.emplace(which(key), collective.wait_began);
+  for (const auto& key : open_waits) {
+    if (rows_.contains(row_of(key.first))) waits.emplace(which(key), collectives.at(key).wait_began);
   }
-  for (const auto& event : left.events) take(event);
+  if (first_failure) {
+    failure = {.time = first_failure->time, .text = std::string(text_of(first_failure->text)), .in = {}};
+    if (first_failure->in && rows_.contains(row_of(first_failure->in->first))) failure->in = which(*first_failure->in);
+  }
   last_sign = lives(left) ? events::now() - clock.ahead : std::max(last_event, left.alive - clock.ahead);
-}
-
-void RankNow::take(const Event& event) {
-  last_event = event.time;
-  if (whereabouts.take(event) || event.kind == EventKind::kPosted) last_move = event.time;
-  const auto is_of_row = [&] { return rows_.contains(row_of(event.source)); };
-  if (event.kind == EventKind::kStepBegan) {
-    failure.reset();  // It has gone on.
-  } else if (event.kind == EventKind::kFailed && is_of_row()) {
-    fail({.time = event.time, .text = {}, .in = which({event.source, event.number})});
-  } else if (event.kind == EventKind::kGivenUp && is_of_row()) {
-    fail({.time = event.time, .text = std::string(text_of(event.operation)), .in = which({event.source, 0})});
-  } else if (event.kind == EventKind::kEnded && !end) {
-    end = static_cast<events::EndKind>(event.number);
-    end_text = text_of(event.operation);
-    if (end == events::EndKind::kException) fail({.time = event.time, .text = end_text, .in = {}});
-  }
-}
-
-/// The first failure is the one that counts. Its row and its text come in two events, in either order; a failure without a text has that of
-/// the exception that ends the program.
-void RankNow::fail(Failure next) {
-  if (!failure) {
-    failure = std::move(next);
-    return;
-  }
-  if (failure->text.empty() && (!next.in || !failure->in || next.in->row == failure->in->row)) failure->text = next.text;
-  if (failure->in && next.in && failure->in->number == 0 && next.in->row == failure->in->row) failure->in->number = next.in->number;
 }
 
 std::vector<const Collective*> RankNow::calls(const std::string& row) const {

@@ -7,8 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "events/event.h"
-#include "events/whereabouts.h"
+#include "events/rank_replay.h"
 #include "report/clock_alignment.h"
 #include "report/event_files.h"
 #include "report/waits.h"
@@ -24,7 +23,7 @@ struct RowNumber {
 };
 
 /// What one rank was doing when its file was read, and how it got there. Times are in ns, of the first rank's clock.
-class RankNow {
+class RankNow : public events::RankReplay {
  public:
   RankNow(RankEvents events, const ClockOffset& ahead);
 
@@ -44,12 +43,12 @@ class RankNow {
   RowNumber which(const CollectiveKey& key) const { return {row_of(key.first), key.second}; }
 
   /// The text of a name in its events.
-  std::string_view text_of(std::uint32_t name) const { return name < left.names.size() ? left.names[name] : std::string_view(); }
+  std::string_view text_of(std::uint32_t name) const { return left.text_of(name); }
   /// "the all-gather of 'blocks.3'".
   std::string text_of(const Collective& collective) const;
   bool are_alike(const Collective& collective, const RankNow& other, const Collective& others) const;
   /// "in forward of 'blocks.1'".
-  std::string activity() const { return whereabouts.describe(text_of(whereabouts.unit())); }
+  std::string activity() const { return events::position_text(position.kind, text_of(position.unit)); }
 
   /// What it has failed with first: a collective, or the exception that has ended it.
   struct Failure {
@@ -60,20 +59,11 @@ class RankNow {
 
   RankEvents left;
   ClockOffset clock;
-  std::vector<std::uint32_t> engines;               ///< Sources of positions; the one with the most steps first.
-  std::map<CollectiveKey, Collective> collectives;  ///< Each as the engine sees it that has its unit.
-  std::map<RowNumber, std::int64_t> waits;          ///< The collectives that it waits for, and since when.
+  std::map<RowNumber, std::int64_t> waits;  ///< The collectives that it waits for, and since when.
   std::optional<Failure> failure;
-  std::optional<events::EndKind> end;
-  std::string end_text;             ///< Of the exception, if it has ended by one.
-  events::Whereabouts whereabouts;  ///< Where its computation is, of whichever engine.
-  std::int64_t last_event = 0;
-  std::int64_t last_move = 0;  ///< When its computation moved last: into a unit, or to another pass; or when it made its last call.
   std::int64_t last_sign = 0;  ///< Its last sign of life: now, if its process is there.
 
  private:
-  void take(const events::Event& event);
-  void fail(Failure next);
   std::string row_of(std::uint32_t source) const { return source < left.sources.size() ? left.sources[source] : std::string(); }
 
   std::map<std::string, Row> rows_;

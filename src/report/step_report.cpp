@@ -41,7 +41,7 @@ class ActivityCode {
   std::string describe(std::int64_t code) const {
     const auto unit = name_at(code >> 24 & 0xffffff);
     const auto next = name_at(code & 0xffffff);
-    return activity_text(static_cast<Activity::Kind>(code >> 48), unit, next);
+    return events::activity_text(static_cast<Activity::Kind>(code >> 48), unit, next);
   }
 
  private:
@@ -132,10 +132,10 @@ std::int64_t total(const std::array<std::int64_t, kWaitReasons>& reasons) {
 class Reporter {
  public:
   Reporter(engine::Engine& engine, std::vector<events::Event> events, std::int64_t now)
-      : engine_(engine),
-        code_(engine),
-        all_(collectives_of(events, engine.options().events_source)),
-        steps_(steps_of(events, engine.options().events_source, now)) {}
+      : engine_(engine), code_(engine), replay_(std::move(events), events::text_of, engine.options().events_source) {
+    did_.end_at(now);
+    steps_ = did_.whole_steps();
+  }
 
   StepReport make(std::int64_t count) {
     count_bytes();  // First: what follows sends, too.
@@ -203,25 +203,21 @@ class Reporter {
 
   void describe_steps() {
     report_.steps = static_cast<std::int64_t>(steps_.size());
-    std::int64_t forward = 0;
-    std::int64_t backward = 0;
-    std::int64_t between = 0;
+    const auto began = steps_.front().began;
+    const auto ended = steps_.back().ended;
     for (const auto& step : steps_) {
-      forward += step.forward;
-      backward += step.backward;
-      between += step.between;
       report_.times.slowest_step_ms = std::max(report_.times.slowest_step_ms, static_cast<double>(step.ended - step.began) / kNsPerMs);
       if (step.peak > report_.peak_bytes) {
         report_.peak_bytes = step.peak;
         report_.peak_unit = events::text_of(step.peak_unit);
       }
     }
-    report_.times.step_ms = per_step(steps_.back().ended - steps_.front().began);
-    report_.times.forward_ms = per_step(forward);
-    report_.times.backward_ms = per_step(backward);
-    report_.times.between_ms = per_step(between);
-    const auto sent = sent_ - steps_.front().sent;
-    const auto read = read_by_peers_ - steps_.front().read_by_peers;
+    report_.times.step_ms = per_step(ended - began);
+    report_.times.forward_ms = per_step(did_.time_in(Activity::Kind::kForward, began, ended));
+    report_.times.backward_ms = per_step(did_.time_in(Activity::Kind::kBackward, began, ended));
+    report_.times.between_ms = per_step(did_.time_in(Activity::Kind::kBetweenSteps, began, ended));
+    const auto sent = sent_ - steps_.front().sent_before;
+    const auto read = read_by_peers_ - steps_.front().read_before;
     report_.shared_memory_bytes = std::max<std::int64_t>(read, 0) / report_.steps;
     report_.sent_bytes = std::max<std::int64_t>(sent - read, 0) / report_.steps;
   }
@@ -279,8 +275,10 @@ class Reporter {
 
   engine::Engine& engine_;
   const ActivityCode code_;
-  const std::map<CollectiveKey, Collective> all_;
-  std::vector<StepRecord> steps_;
+  events::RankReplay replay_;
+  const std::map<CollectiveKey, Collective>& all_ = replay_.collectives;
+  events::EngineReplay& did_ = replay_.engines.front();
+  std::vector<events::StepSpan> steps_;
   std::map<WaitKind, Sum> sums_;
   std::int64_t under_way_ = 0;
   std::int64_t sent_ = 0;

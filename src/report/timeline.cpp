@@ -3,19 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bitset>
 #include <map>
 #include <set>
 #include <string_view>
 #include <tuple>
 
-#include "events/event_memory.h"
 #include "fsdp/error.h"
 
 namespace fsdp::report {
-
-using events::Event;
-using events::EventKind;
 
 namespace {
 
@@ -64,10 +59,7 @@ struct Post {
   Activity before;
   bool in_vain = false;
 
-  std::string text() const {
-    const auto name = [&](std::uint32_t name) { return std::string(rank->text_of(name)); };
-    return activity_text(before.kind, name(before.unit), name(before.next));
-  }
+  std::string text() const { return events::activity_text(before.kind, rank->text_of(before.unit), rank->text_of(before.next)); }
 };
 
 /// The calls of all ranks.
@@ -140,7 +132,7 @@ class Posts {
       if (collective.wait_began < rank.last_move || collective.wait_began == 0 || collective.wait_ended != 0) continue;
       if (last == nullptr || collective.wait_began > last->second.wait_began) last = &one;
     }
-    if (last == nullptr) return {.kind = kind_of(rank.whereabouts.pass()), .unit = rank.whereabouts.unit()};
+    if (last == nullptr) return rank.position;
     return {.kind = Activity::Kind::kWaiting, .unit = last->second.call.unit, .awaited = last->first};
   }
 
@@ -157,40 +149,11 @@ class RankDrawing {
   RankDrawing(const RankNow& input, std::int64_t end, NameTable& names) : input_(input), end_(end), names_(names) {}
 
   void draw_computation(RankTimeline& rank) {
-    const auto engine = input_.engines.front();
-    events::Whereabouts whereabouts;
-    bool in_step = false;
-    std::array<std::int64_t, 2> sent{};  // until the last step began: all, and what peers have read
-    for (const auto& event : input_.left.events) {
-      if (event.source != engine) continue;
-      const bool moves = whereabouts.take(event);
-      if (moves) position_ = event.time;
-      take_memory(rank, event);
-      if (!moves) continue;
-      if (!rank.compute.empty()) rank.compute.back().ended = event.time;
-      rank.compute.push_back({.began = event.time, .ended = end_, .kind = kind_of(whereabouts.pass()), .unit = name(whereabouts.unit())});
-      if (event.kind == EventKind::kStepBegan) {
-        const auto read_by_peers = static_cast<std::int64_t>(event.number);
-        if (!rank.steps.empty()) {
-          auto& before = rank.steps.back();
-          before.ended = event.time;
-          before.sent = event.bytes - sent[0];
-          before.read_by_peers = read_by_peers - sent[1];
-        }
-        sent = {event.bytes, read_by_peers};
-        const auto before = rank.steps.empty() ? ended_before_ : rank.steps.back().number;
-        rank.steps.push_back({.number = before + 1, .began = event.time, .ended = end_});
-        in_step = true;
-      }
-      if (event.kind == EventKind::kBackwardEnded && event.number > 0) {
-        if (in_step) {
-          rank.steps.back().number = static_cast<std::int64_t>(event.number);
-          rank.steps.back().is_whole = true;
-        } else {
-          ended_before_ = static_cast<std::int64_t>(event.number);
-        }
-      }
-    }
+    static_cast<events::EngineReplay&>(rank) = input_.engines.front();
+    rank.end_at(end_);
+    for (auto& step : rank.steps) step.peak_unit = name(step.peak_unit);
+    for (auto& span : rank.compute) span.unit = name(span.unit);
+    for (auto& peak : rank.peaks) peak.unit = name(peak.unit);
   }
 
   void draw_collectives(RankTimeline& rank, const Posts& posts) {
@@ -214,25 +177,6 @@ class RankDrawing {
  private:
   static std::int64_t began(const Collective& collective) { return collective.posted != 0 ? collective.posted : collective.wait_began; }
   std::uint32_t name(std::uint32_t local) { return names_.add(std::string(input_.text_of(local))); }
-
-  /// What is held is told behind the position at which it is.
-  void take_memory(RankTimeline& rank, const Event& event) {
-    if (event.kind == EventKind::kMemoryPeaked) {
-      rank.peaks.push_back({event.time, event.bytes, name(event.unit)});
-      if (!rank.steps.empty()) rank.steps.back().peak = std::max(rank.steps.back().peak, event.bytes);
-    }
-    if (event.number >= held_.size()) return;
-    if (event.kind == EventKind::kKindPeaked && !rank.steps.empty()) {
-      auto& peak = rank.steps.back().peaks[event.number];
-      peak = std::max(peak, event.bytes);
-    }
-    if (event.kind != EventKind::kMemoryHeld) return;
-    held_[event.number] = event.bytes;
-    known_.set(event.number);
-    if (!known_.all()) return;
-    if (rank.memory.empty() || rank.memory.back().time != position_) rank.memory.push_back({.time = position_});
-    rank.memory.back().held = held_;
-  }
 
   CollectiveSpan span_of(const CollectiveKey& key, Collective collective, const Posts& posts,
                          const std::map<CollectiveKey, Collective>& under_way) {
@@ -277,10 +221,6 @@ class RankDrawing {
   const RankNow& input_;
   const std::int64_t end_;
   NameTable& names_;
-  BytesByKind held_ = {};
-  std::bitset<events::kMemoryKinds.size()> known_;    ///< Of which kinds it has been told what is held.
-  std::int64_t position_ = 0;                         ///< When the computation moved last.
-  std::int64_t ended_before_ = 0;                     ///< The last step whose beginning is no longer kept.
   std::map<Lane, std::vector<std::int64_t>> tracks_;  ///< When the last one in it ends.
 };
 

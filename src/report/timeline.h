@@ -16,20 +16,18 @@
 // What all ranks did, beside each other, from the files that FSDP_EVENTS makes them keep. Times are in ns, of the first rank's clock.
 namespace fsdp::report {
 
+using events::BytesByKind;
+using events::ComputeSpan;
+using events::MemoryMoment;
+using events::MemoryPeak;
+using events::StepSpan;
+
 /// Where a rank's collectives are drawn.
 enum class Lane : std::uint8_t {
   kGather,  ///< All-gathers of a unit.
   kReduce,  ///< Reduce-scatters of a unit.
   kOuter,   ///< Both, over the outer ranks.
   kHost,    ///< All others: what hosts tell each other.
-};
-
-/// The computation was in one place: `unit` of the names, or none.
-struct ComputeSpan {
-  std::int64_t began = 0;
-  std::int64_t ended = 0;
-  Activity::Kind kind = Activity::Kind::kUnknown;
-  std::uint32_t unit = 0;
 };
 
 /// When a collective did what.
@@ -65,40 +63,11 @@ std::int64_t waited(const CollectiveSpan& collective);
 /// Whether somebody has waited, and in vain.
 bool is_unfinished(const CollectiveSpan& collective);
 
-/// Bytes of each of events::kMemoryKinds.
-using BytesByKind = std::array<std::int64_t, events::kMemoryKinds.size()>;
-
-/// What the engine holds from a moment on.
-struct MemoryMoment {
-  std::int64_t time = 0;
-  BytesByKind held = {};
-};
-
-struct MemoryPeak {
-  std::int64_t time = 0;  ///< When the computation left the unit.
-  std::int64_t bytes = 0;
-  std::uint32_t unit = 0;  ///< A name, or none.
-};
-
-struct StepSpan {
-  std::int64_t number = 0;  ///< From 1, since the model was sharded; the same on all ranks.
-  std::int64_t began = 0;
-  std::int64_t ended = 0;  ///< Of one that has not ended: the rank's last moment.
-  bool is_whole = false;
-  std::int64_t sent = -1;           ///< Bytes that the rank has sent in it; -1: not known, as no other step has begun since.
-  std::int64_t read_by_peers = -1;  ///< The part of them that peers have read from its memory.
-  std::int64_t peak = 0;            ///< Bytes of all kinds.
-  BytesByKind peaks = {};           ///< Of each kind.
-};
-
-struct RankTimeline {
+/// What one rank and its engine did. The last step, if it has not ended, ends with the rank's last moment.
+struct RankTimeline : events::EngineReplay {
   events::EventWriter writer;
   ClockOffset clock;
-  std::vector<StepSpan> steps;
-  std::vector<ComputeSpan> compute;
   std::vector<CollectiveSpan> collectives;  ///< By the time of the call.
-  std::vector<MemoryMoment> memory;         ///< From the first pass on whose beginning is kept.
-  std::vector<MemoryPeak> peaks;            ///< Each higher than those before it in its step.
 };
 
 struct Timeline {

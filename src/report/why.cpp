@@ -318,7 +318,7 @@ class Diagnosis {
     } else if (rank.left.process == ProcessState::kDebugged) {
       why = {.cause = Cause::kDebugged, .rank = number, .text = name + " is held by a debugger."};
     } else if (rank.end == EndKind::kException) {
-      why = {.cause = Cause::kFailed, .rank = number, .text = name + " has failed: " + rank.end_text + "."};
+      why = {.cause = Cause::kFailed, .rank = number, .text = name + " has failed: " + std::string(rank.text_of(rank.end_text)) + "."};
     } else if (rank.end == EndKind::kReturned || (rank.end && first.end != EndKind::kSignal)) {  // A launcher ends all of them.
       why = {.cause = Cause::kDead,
              .rank = number,
@@ -326,7 +326,7 @@ class Diagnosis {
                      ", which is too early: the others still need it."};
     } else if (rank.left.moves) {
       why = {.cause = Cause::kSlow, .rank = number, .text = name + " is slow: it moves on, and the others wait for it."};
-    } else if (rank.whereabouts.pass() == events::Whereabouts::Pass::kBetweenSteps && is_in_data_loader(lines)) {
+    } else if (rank.position.kind == Activity::Kind::kBetweenSteps && is_in_data_loader(lines)) {
       why = {.cause = Cause::kDataLoader, .rank = number, .text = name + " is in the data loader, and waits for its next batch."};
     } else {
       why.text = name + " has not arrived.";

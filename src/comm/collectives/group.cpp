@@ -65,8 +65,7 @@ Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_
       data(std::move(data)),
       shared(std::move(shared)),
       compares(this->control == nullptr ? Compares::kFirst : compares),
-      notice(std::make_shared<WaitNotice>(this->row.global_ranks, this->row.rank, events_source, progress(),
-                                          events::name_of_row(this->row.dim, this->row.global_ranks))),
+      notice(std::make_shared<WaitNotice>(this->row.global_ranks, this->row.rank, events_source, progress())),
       ends_(ends) {
   events::keep_in_file_if_asked(this->row.global_ranks[static_cast<std::size_t>(this->row.rank)], this->row.world_size);
   if (this->control == nullptr) return;
@@ -83,7 +82,7 @@ Group::Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_
     return true;
   };
   if (progress() == nullptr) return;
-  progress()->answer(events_source, {.name = events::name_of_row(this->row.dim, this->row.global_ranks), .is_whole = is_whole});
+  progress()->answer(events_source, is_whole);
 }
 
 Group::~Group() {

@@ -41,6 +41,16 @@ std::vector<std::uint8_t> to_bytes(const std::string& text) { return {text.begin
 
 }  // namespace
 
+RankProgress progress_of(const events::RankReplay& rank, const events::TextOf& text_of, const std::map<std::uint32_t, std::string>& rows) {
+  RankProgress progress{.last_numbers = {},
+                        .waits = !rank.open_waits.empty(),
+                        .activity = events::position_text(rank.position.kind, text_of(rank.position.unit))};
+  for (const auto& [source, row] : rows) {
+    if (const auto number = rank.last_call(source); number != 0) progress.last_numbers[row] = number;
+  }
+  return progress;
+}
+
 /// The thread of this process that looks for questions, in all stores in which it may answer.
 class StoreProgress::Thread {
  public:
@@ -82,12 +92,12 @@ StoreProgress::Thread& StoreProgress::thread() { return of_this_process<Thread>(
 StoreProgress::StoreProgress(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, milliseconds interval)
     : store_(std::move(store)), rank_(rank), interval_(interval), is_usable_(store_ != nullptr && store_->hasExtendedApi()) {}
 
-void StoreProgress::answer(std::uint32_t source, AnsweringRow row) {
+void StoreProgress::answer(std::uint32_t source, std::function<bool()> is_whole) {
   bool is_first = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_first = rows_.empty();
-    rows_[source] = std::move(row);
+    rows_[source] = std::move(is_whole);
   }
   if (is_first && is_usable_) thread().add(shared_from_this());
 }
@@ -99,18 +109,19 @@ void StoreProgress::stop_answering(std::uint32_t source) noexcept {
 
 void StoreProgress::look() noexcept {
   try {
-    std::map<std::uint32_t, std::string> rows;
-    {
+    const auto answers = [&] {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (const auto& [source, row] : rows_) {
-        if (!row.is_whole()) return;
-        rows[source] = row.name;
-      }
-    }
-    if (!is_usable_ || rows.empty()) return;
+      return !rows_.empty() && std::all_of(rows_.begin(), rows_.end(), [](const auto& row) { return row.second(); });
+    };
+    if (!is_usable_ || !answers()) return;
     const auto questions = store_->add(kQuestions, 0);
     if (questions == answered_) return;
-    const auto progress = progress_of(events::recorded(), events::text_of, rows);
+    auto rows = events::described_sources();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::erase_if(rows, [&](const auto& row) { return !rows_.contains(row.first); });
+    }
+    const auto progress = progress_of(events::RankReplay(events::recorded()), events::text_of, rows);
     if (progress.waits) return;
     store_->set(key_of(rank_), to_bytes(text_of(questions, progress)));
     if (!std::exchange(has_answered_, true)) store_->append(kWhoAnswered, to_bytes(std::to_string(rank_) + "\n"));

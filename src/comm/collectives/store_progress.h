@@ -10,9 +10,19 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/collectives/rank_progress.h"
+#include "events/rank_replay.h"
 
 namespace fsdp::comm {
+
+/// How far a rank has come, as its events have it.
+struct RankProgress {
+  std::map<std::string, std::uint64_t> last_numbers;  ///< Of its calls, by the name of the row.
+  bool waits = false;                                 ///< For any collective.
+  std::string activity;                               ///< "in backward of 'blocks.5'".
+};
+
+/// `rows`: see EventMemory::sources().
+RankProgress progress_of(const events::RankReplay& rank, const events::TextOf& text_of, const std::map<std::uint32_t, std::string>& rows);
 
 /// What ranks of other hosts are doing, by the store that all ranks share. A rank that waits long asks; each rank that waits for nothing
 /// answers, as it may be the one that is missing. Answers come from a thread of the process, which looks into the store every few seconds
@@ -24,14 +34,9 @@ class StoreProgress : public std::enable_shared_from_this<StoreProgress> {
   /// `store` is shared by all ranks, and nobody else uses its keys. `rank`: global. `interval`: how often it looks for questions.
   StoreProgress(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank, std::chrono::milliseconds interval);
 
-  /// A row of which this rank tells how far it has come.
-  struct AnsweringRow {
-    std::string name;
-    /// False if a rank of it has gone: its waits fail, nobody asks about them, and the store may have gone with that rank.
-    std::function<bool()> is_whole;
-  };
   /// From now on, this rank answers, with its calls in the row; until stop_answering() of the same source. `source`: the row's, of events.
-  void answer(std::uint32_t source, AnsweringRow row);
+  /// `is_whole` returns false if a rank of it has gone: its waits fail, nobody asks about them, and the store may have gone with that rank.
+  void answer(std::uint32_t source, std::function<bool()> is_whole);
   /// When it returns, nobody is in `is_whole`, and nobody will call it.
   void stop_answering(std::uint32_t source) noexcept;
 
@@ -49,8 +54,8 @@ class StoreProgress : public std::enable_shared_from_this<StoreProgress> {
   const std::int64_t rank_;
   const std::chrono::milliseconds interval_;
   std::mutex mutex_;
-  std::map<std::uint32_t, AnsweringRow> rows_;  ///< By source; under the mutex.
-  std::int64_t answered_ = 0;                   ///< How many questions there were when it has answered last. Of the thread, as the next.
+  std::map<std::uint32_t, std::function<bool()>> rows_;  ///< is_whole, by source; under the mutex.
+  std::int64_t answered_ = 0;  ///< How many questions there were when it has answered last. Of the thread, as the next.
   bool has_answered_ = false;
   std::atomic<bool> is_usable_;
 };

@@ -7,15 +7,11 @@
 #include <thread>
 #include <utility>
 
-#include "comm/collectives/store_progress.h"
 #include "events/event_file.h"
 #include "events/event_ring.h"
-#include "events/whereabouts.h"
 
 namespace fsdp::comm {
 
-using events::Event;
-using events::EventKind;
 using std::chrono::steady_clock;
 
 namespace {
@@ -39,13 +35,8 @@ double seconds_since(steady_clock::time_point time) { return std::chrono::durati
 
 }  // namespace
 
-WaitNotice::WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::uint32_t source, std::shared_ptr<StoreProgress> progress,
-                       std::string row_name)
-    : global_ranks_(std::move(global_ranks)),
-      rank_(rank),
-      row_name_(std::move(row_name)),
-      source_(source),
-      progress_(std::move(progress)) {}
+WaitNotice::WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::uint32_t source, std::shared_ptr<StoreProgress> progress)
+    : global_ranks_(std::move(global_ranks)), rank_(rank), source_(source), progress_(std::move(progress)) {}
 
 std::shared_ptr<StoreProgress> WaitNotice::progress_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank) {
   if (patience() <= 0) return nullptr;
@@ -86,11 +77,12 @@ std::string WaitNotice::text(int peer, Time since, const std::string& last_call)
     if (own_wait().number != wait.number) return {};
     found = look(awaited);
   }
+  const auto row = events::described_sources()[source_];
   // A peer may wait itself for one that has not come.
   for (const auto rank : global_ranks_) {
     if (found && !found->waits) break;
     auto other = look(rank);
-    if (!other || other->waits || other->last_numbers[row_name_] >= wait.number) continue;
+    if (!other || other->waits || other->last_numbers[row] >= wait.number) continue;
     awaited = rank;
     found = std::move(other);
   }
@@ -106,17 +98,12 @@ std::string WaitNotice::text(int peer, Time since, const std::string& last_call)
 }
 
 WaitNotice::OwnWait WaitNotice::own_wait() const {
-  const Event* open = nullptr;
-  const auto all = events::recorded();
-  for (const auto& event : all) {
-    if (event.source != source_) continue;
-    if (event.kind == EventKind::kWaitBegan) open = &event;
-    if (open != nullptr && event.number == open->number && (event.kind == EventKind::kWaitEnded || event.kind == EventKind::kFailed))
-      open = nullptr;
-  }
+  const events::RankReplay own(events::recorded());
+  const auto* const open = own.awaited(source_);
   if (open == nullptr) return {};
-  return {.number = open->number,
-          .text = "the " + std::string(events::text_of(open->operation)) + events::of_unit_text(events::text_of(open->unit))};
+  const auto& call = open->call;
+  return {.number = call.number,
+          .text = "the " + std::string(events::text_of(call.operation)) + events::of_unit_text(events::text_of(call.unit))};
 }
 
 std::optional<RankProgress> WaitNotice::read_progress(std::int64_t rank) const {
@@ -128,10 +115,8 @@ std::optional<RankProgress> WaitNotice::read_progress(std::int64_t rank) const {
   } catch (const std::exception&) {
     return std::nullopt;
   }
-  std::map<std::uint32_t, std::string> rows;
-  for (const auto& [source, name] : memory->sources()) rows[source] = memory->text_of(name);
-  return progress_of(
-      memory->read(), [&](std::uint32_t name) { return memory->text_of(name); }, rows);
+  const auto text_of = [&](std::uint32_t name) { return memory->text_of(name); };
+  return progress_of(events::RankReplay(memory->read(), text_of), text_of, memory->sources());
 }
 
 }  // namespace fsdp::comm

@@ -9,11 +9,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "comm/collectives/rank_progress.h"
+#include "comm/collectives/store_progress.h"
 
 namespace fsdp::comm {
-
-class StoreProgress;
 
 /// Says on stderr for whom a rank waits, and what that rank was last doing, when a wait takes long: 30 s, or as many as the environment
 /// variable FSDP_WAIT_NOTICE says (0: never). Each wait for a collective is told once. What other ranks do is read from their files of
@@ -23,8 +21,7 @@ class WaitNotice {
   using Time = std::chrono::steady_clock::time_point;
 
   /// `source` is the row's source of events. `progress` is null where all ranks of the row are on this host.
-  WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::uint32_t source, std::shared_ptr<StoreProgress> progress,
-             std::string row_name);
+  WaitNotice(std::vector<std::int64_t> global_ranks, int rank, std::uint32_t source, std::shared_ptr<StoreProgress> progress);
 
   /// How ranks tell each other by a store, of which nobody else uses the keys; null if no wait is ever told. `rank`: global.
   static std::shared_ptr<StoreProgress> progress_by(c10::intrusive_ptr<c10d::Store> store, std::int64_t rank);
@@ -50,7 +47,6 @@ class WaitNotice {
 
   const std::vector<std::int64_t> global_ranks_;
   const int rank_;
-  const std::string row_name_;
   const std::uint32_t source_;
   const std::shared_ptr<StoreProgress> progress_;
   std::atomic<std::uint64_t> told_{0};  ///< The number of the collective of which it has spoken last.

@@ -57,11 +57,11 @@ TEST(StoreProgress, WhoWaitsForNothingAnswers) {
     record(row, EventKind::kPosted, 41);
     events::record({.source = row + 1, .unit = events::name_of("blocks.5"), .kind = EventKind::kEntered, .in_backward = true});
     std::atomic<bool> is_whole = true;
-    other->answer(row, {.name = kRow, .is_whole = [&] { return is_whole.load(); }});
+    other->answer(row, [&] { return is_whole.load(); });
     const auto answers = asker->ask();
     ASSERT_EQ(answers.size(), 1U);
     EXPECT_EQ(answers.at(7).activity, "in backward of 'blocks.5'");
-    EXPECT_EQ(answers.at(7).last_numbers, (std::map<std::string, std::uint64_t>{{kRow, 41}}));
+    EXPECT_EQ(answers.at(7).last_numbers, (std::map<std::string, std::uint64_t>{{events::described_sources().at(row), 41}}));
     record(row, EventKind::kWaitBegan, 41);
     EXPECT_TRUE(asker->ask().empty()) << "it waits itself, and what it said before is old";
     record(row, EventKind::kWaitEnded, 41);
@@ -83,7 +83,7 @@ TEST(StoreProgress, WithoutAStoreThereAreNoAnswersAndNoErrors) {
     const auto store = c10::make_intrusive<CountingStore>();
     const auto row = events::new_source(kRow);
     const auto progress = std::make_shared<StoreProgress>(store, 0, kInterval);
-    progress->answer(row, {.name = kRow, .is_whole = [] { return true; }});
+    progress->answer(row, [] { return true; });
     std::this_thread::sleep_for(3 * kInterval);
     store->gone = true;
     std::this_thread::sleep_for(3 * kInterval);
@@ -96,6 +96,18 @@ TEST(StoreProgress, WithoutAStoreThereAreNoAnswersAndNoErrors) {
     EXPECT_TRUE(std::make_shared<StoreProgress>(simple, 0, kInterval)->ask().empty());
     EXPECT_EQ(simple->questions, 0);
   });
+}
+
+// A program may make a mesh for each of its models.
+TEST(StoreProgress, RowsOfOneNameAreCountedApart) {
+  const auto first = events::new_source(kRow);
+  const auto second = events::new_source(kRow);
+  record(first, EventKind::kPosted, 5);
+  record(second, EventKind::kPosted, 2);
+  const auto rows = events::described_sources();
+  const auto progress = progress_of(events::RankReplay(events::recorded()), events::text_of, rows);
+  EXPECT_EQ(progress.last_numbers.at(rows.at(first)), 5U);
+  EXPECT_EQ(progress.last_numbers.at(rows.at(second)), 2U);
 }
 
 // Rank 3 sleeps. Rank 2, its neighbour, waits for it; ranks 0 and 1 are on another host, and wait for rank 2's host.

@@ -184,8 +184,8 @@ TEST(EventFile, IsThereAfterTheProcessWasKilled) {
   EXPECT_EQ(memory->text_of(events[1].unit), "event_ring_test.after");
   const auto sources = memory->sources();
   ASSERT_FALSE(sources.empty());
-  EXPECT_EQ(sources.back().first, events[0].source);
-  EXPECT_EQ(memory->text_of(sources.back().second), "dp_shard 0-3");
+  EXPECT_EQ(sources.rbegin()->first, events[0].source);
+  EXPECT_EQ(sources.rbegin()->second, "dp_shard 0-3 #1");
 }
 
 TEST(EventFile, BeyondTheLimitOfSizesIsAnError) {

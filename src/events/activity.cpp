@@ -1,0 +1,34 @@
+#include "events/activity.h"
+
+namespace fsdp::events {
+
+std::string activity_text(Activity::Kind kind, std::string_view unit, std::string_view next) {
+  const auto moves = next.empty() || next == unit ? std::string() : std::string(", before '").append(next).append("'");
+  switch (kind) {
+    case Activity::Kind::kForward:
+      return "in forward" + of_unit_text(unit) + moves;
+    case Activity::Kind::kBackward:
+      return "in backward" + of_unit_text(unit) + moves;
+    case Activity::Kind::kBetweenSteps:
+      return "between steps";
+    case Activity::Kind::kWaiting:
+      return "waiting for " + (unit.empty() ? std::string("other ranks") : std::string("a collective of '").append(unit).append("'"));
+    case Activity::Kind::kUnknown:
+      break;
+  }
+  return "busy with something that its events don't tell";
+}
+
+std::string position_text(Activity::Kind kind, std::string_view unit) {
+  if (kind == Activity::Kind::kUnknown) return "before its first forward";
+  const auto text = activity_text(kind, unit, {});
+  return kind == Activity::Kind::kBetweenSteps ? text + " (the optimizer, loading data, saving)" : text;
+}
+
+std::string of_unit_text(std::string_view unit) {
+  if (unit == "(root)") return " of the root unit";
+  if (unit.empty() || unit.front() == '(') return "";
+  return std::string(" of '").append(unit).append("'");
+}
+
+}  // namespace fsdp::events
