@@ -71,6 +71,10 @@ class AfterForward:
     RESHARD: ClassVar[AfterForward]
     UNTIL_BACKWARD: ClassVar[AfterForward]
     ACROSS_FORWARDS: ClassVar[AfterForward]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class ShownUnit:
     after_forward: AfterForward
