@@ -97,8 +97,9 @@ std::set<std::string> MainParameters::torn() {
 bool MainParameters::may_be_lost() {
   const auto lock = engine_.lock();
   // Writes to parameters that are themselves the main parameters are not noticed.
-  const bool sees_writes = std::none_of(engine_.units_.begin(), engine_.units_.end(),
-                                        [](const auto& unit) { return unit->replicated_parameters() && !unit->has_separate_main(); });
+  const bool sees_writes = std::none_of(engine_.units_.begin(), engine_.units_.end(), [](const auto& unit) {
+    return !unit->parameters.empty() && unit->replicated_parameters() && !unit->has_separate_main();
+  });
   return state_ == MainState::kTorn || (state_ == MainState::kInitial && sees_writes);
 }
 

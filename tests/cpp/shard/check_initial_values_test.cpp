@@ -144,6 +144,9 @@ TEST(CheckInitialValues, WarnsByDefault) {
       EXPECT_TRUE(has(text, "ranks 0 and 1 began with different values of parameter 'second.weight' of unit 'second'")) << strategy;
       EXPECT_EQ(text.find("began with"), text.rfind("began with")) << text;
       EXPECT_EQ(warnings_of(of(InitialValues::kOwn), 1), "") << strategy;
+      auto in_double = of(InitialValues::kOwn);
+      in_double.mixed_precision = MixedPrecisionPolicy{.main_params_dtype = at::kDouble};
+      EXPECT_TRUE(has(warnings_of(in_double, rank), "'second.weight'")) << strategy;
       EXPECT_EQ(warnings_of(of(InitialValues::kFromRank0), rank), "") << strategy;
     }
   });
