@@ -17,8 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: E402
 from libfsdp import _C, optim  # noqa: E402
 from libfsdp._C import CommError, Error  # noqa: E402
 from libfsdp._checkpoint.folder import best, latest  # noqa: E402
-from libfsdp._checkpoint.load import Loaded, load, load_latest  # noqa: E402
-from libfsdp._checkpoint.name_matching import read_rank_extra  # noqa: E402
+from libfsdp._checkpoint.load import Loaded, load, load_latest, read_rank_extra  # noqa: E402
 from libfsdp._checkpoint.phases import PhaseReport  # noqa: E402
 from libfsdp._checkpoint.save import AsyncSaver, save  # noqa: E402
 from libfsdp._core.gradient_reduction import GradientReductionHandle  # noqa: E402

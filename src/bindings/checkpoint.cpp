@@ -1,9 +1,11 @@
 // Checkpoints. The library handles files, checksums and commits; Python collects the values of the model and the optimizer, with their
 // names.
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <exception>
@@ -11,50 +13,45 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "base/any_strides.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "checkpoint/boxes.h"
-#include "checkpoint/checked_files.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"
 #include "fsdp/save_load.h"
+#include "hooks/hooked_model.h"
+#include "state/extra.h"
+#include "state/load_plan.h"
 #include "state/phases.h"
 #include "state/ranks.h"
 #include "state/scalar_type.h"
 #include "state/snapshot.h"
 #include "state/source.h"
 #include "state/take_newest.h"
-#include "state/texts.h"
 #include "torch_python/python_value.h"
 
 namespace py = pybind11;
 
 namespace fsdp::bindings {
 
-using torch_python::object_of;
 using torch_python::value_from;
 
 namespace {
 
 using Sizes = std::vector<std::int64_t>;
 using state::CheckpointRanks;
+using state::key_of;
+using state::LoadPlan;
 using state::Snapshot;
 
 const auto kWithoutGil = py::call_guard<py::gil_scoped_release>();
-
-std::string key_of(const ckpt::DcpPath& path) {
-  std::string key;
-  for (const auto& part : path) {
-    const auto* name = std::get_if<std::string>(&part);
-    key += (key.empty() ? "" : ".") + (name != nullptr ? *name : std::to_string(std::get<std::int64_t>(part)));
-  }
-  return key;
-}
 
 /// `values` is this rank's own part, the box at `offsets`.
 void add_tensor(Snapshot& snapshot, ckpt::DcpPath path, Sizes shape, Sizes offsets, const at::Tensor& values) {
@@ -72,25 +69,25 @@ void add_value(Snapshot& snapshot, ckpt::DcpPath path, const py::object& value) 
   snapshot.objects.push_back({std::move(key), std::move(path), std::move(converted)});
 }
 
-/// Calls a function of Python, which outlives what is returned.
-OnPhase on_phase_of(const py::object& function) {
-  if (function.is_none()) return {};
-  return [held = &function](const PhaseReport& report) {
+using TellPhase = std::function<void(const std::string& phase, std::int64_t bytes, double seconds)>;
+
+OnPhase on_phase_of(TellPhase function) {
+  if (!function) return {};
+  return [function = std::move(function)](const PhaseReport& report) {
     static constexpr std::array<const char*, 7> kNames = {"collect", "write", "commit", "prune", "open", "check", "assign"};
-    const py::gil_scoped_acquire gil;
     try {
-      (*held)(kNames.at(static_cast<std::size_t>(report.phase)), report.bytes, report.seconds);
+      function(kNames.at(static_cast<std::size_t>(report.phase)), report.bytes, report.seconds);
     } catch (py::error_already_set& error) {
+      const py::gil_scoped_acquire gil;
       error.discard_as_unraisable("on_phase");
     }
   };
 }
 
 void write(const std::string& path, const Snapshot& snapshot, const CheckpointRanks& ranks, int keep_last, std::int64_t keep_every,
-           int keep_best, const py::object& on_phase) {
+           int keep_best, TellPhase on_phase) {
   const SaveOptions options = {.keep_last = keep_last, .keep_every = keep_every, .keep_best = keep_best};
-  state::Phases phases(on_phase_of(on_phase));
-  const py::gil_scoped_release no_gil;
+  state::Phases phases(on_phase_of(std::move(on_phase)));
   state::write_checkpoint(path, snapshot, options, ranks, phases);
 }
 
@@ -101,38 +98,90 @@ void agree_on_failure(const CheckpointRanks& ranks, const std::optional<std::str
   ranks.agree(thrown, what);
 }
 
-/// A checkpoint that is being read, and the places to which this rank's parts go.
-class CheckpointReading {
- public:
-  explicit CheckpointReading(const std::string& path) : source_(state::open_source(path)), transfer_(*source_) {}
+/// A tensor whose values this rank loads: its name, its shape, the offsets of the box that this rank has, its values, and other names.
+using LoadItem = std::tuple<std::string, Sizes, Sizes, at::Tensor, std::vector<std::string>>;
+/// An optimizer's state of a parameter: the parameter's name, the result of updated(), its tensors, and the names of its numbers.
+using LoadState = std::tuple<std::string, bool, std::vector<LoadItem>, std::vector<std::string>>;
 
-  /// Returns the path of a value in nested dictionaries and lists; empty if the checkpoint does not say.
-  ckpt::DcpPath path_of(const std::string& name) {
-    if (!paths_) {
-      paths_.emplace();
-      if (source_->format() == state::Source::Format::kDcp) {
-        const std::string file(ckpt::kMetadataFile);
-        const auto text = ckpt::CheckedFiles(source_->path()).read_whole(file, ckpt::kMostMetadata);
-        for (auto& [key, path] : ckpt::read_dcp_metadata(text, file).paths) paths_->emplace(key, std::move(path));
-      }
+std::unique_ptr<LoadPlan> open_plan(const std::string& path, bool strict, std::function<std::string(const std::string&)> rename,
+                                    std::function<bool(const std::string&)> ignore, std::string model_prefix, std::string optimizer_prefix,
+                                    bool check_first, bool rng, TellPhase on_phase) {
+  return std::make_unique<LoadPlan>(path, LoadOptions{.strict = strict,
+                                                      .rename = std::move(rename),
+                                                      .model_prefix = std::move(model_prefix),
+                                                      .optimizer_prefix = std::move(optimizer_prefix),
+                                                      .ignore = std::move(ignore),
+                                                      .check_first = check_first,
+                                                      .rng = rng,
+                                                      .on_phase = on_phase_of(std::move(on_phase))});
+}
+
+void add_items(LoadPlan& plan, const std::vector<LoadItem>& items) {
+  for (const auto& [key, shape, offsets, values, aliases] : items) {
+    const auto dense = row_major(values);
+    plan.add({.path = {key},
+              .shape = shape,
+              .box = {offsets, values.sizes().vec()},
+              .values = dense.view({-1}),
+              .source = dense.is_alias_of(values) ? at::Tensor() : values},
+             aliases);
+  }
+}
+
+/// Adds the state of parameters. Returns whether the checkpoint has some of it, and the new values of its numbers.
+std::vector<std::pair<bool, std::map<std::string, ckpt::PythonValue>>> add_states(LoadPlan& plan, const std::vector<LoadState>& states) {
+  std::vector<std::pair<bool, std::map<std::string, ckpt::PythonValue>>> found;
+  for (const auto& [parameter, is_updated, items, numbers] : states) {
+    auto& [is_there, values] = found.emplace_back();
+    auto keys = numbers;
+    for (const auto& item : items) keys.push_back(std::get<0>(item));
+    if (!is_updated) {  // there is no state then
+      for (const auto& key : keys) plan.note_replaced(key);
+      continue;
     }
-    const auto found = paths_->find(name);
-    return found == paths_->end() ? ckpt::DcpPath() : found->second;
+    const auto count = std::string(state::kOptimizerPrefix) + "state." + parameter + ".step";
+    if (!plan.is_ignored(count)) plan.expect(count);  // C++ counts the updates of all optimizers
+    add_items(plan, items);
+    is_there = std::any_of(keys.begin(), keys.end(), [&](const auto& key) { return plan.has(key); });
+    for (const auto& key : numbers) {
+      if (plan.begin(key)) values.emplace(key, plan.scalar(key).value());
+    }
   }
+  return found;
+}
 
-  state::Source& source() { return *source_; }
-  state::Transfer& transfer() { return transfer_; }
-  /// `to` is contiguous, and gets the box of the tensor at `offsets`.
-  void add(const std::string& name, Sizes offsets, const at::Tensor& to) {
-    const ckpt::Box box = {std::move(offsets), to.sizes().vec()};
-    transfer_.add(name, box, 0, to.detach().view({-1}));
+std::map<std::string, state::StoredValue> read_values(LoadPlan& plan, const std::vector<std::string>& keys) {
+  std::map<std::string, state::StoredValue> found;
+  for (const auto& key : keys) {
+    if (plan.begin(key)) found.emplace(key, plan.value(key));
   }
+  return found;
+}
 
- private:
-  std::unique_ptr<state::Source> source_;
-  state::Transfer transfer_;
-  std::optional<std::map<std::string, ckpt::DcpPath>> paths_;  // set at the first call of path_of()
-};
+auto check_load(LoadPlan& plan, const CheckpointRanks& ranks, c10::Device device, bool has_optimizer, std::set<std::string> torn,
+                bool at_once) {
+  const bool all_at_once = ranks.all(at_once, "checkpoint: agreement on how it is read");
+  plan.join_names(ranks);
+  Loaded loaded;
+  std::vector<state::StoredItem> extra, rank_extra;
+  ranks.together(state::kNothingLoaded, [&] {
+    loaded = plan.check_names(ranks, {.device = device, .has_optimizer = has_optimizer, .torn = std::move(torn)});
+    extra = plan.items_below(state::kExtraPrefix);
+    if (state::saved_ranks(plan.source()) == ranks.size()) rank_extra = plan.items_below(state::rank_extra_prefix(ranks.index()));
+    plan.check_data(all_at_once);
+  });
+  return std::tuple(std::move(extra), std::move(rank_extra), std::move(loaded.missing), std::move(loaded.unexpected), loaded.metric,
+                    loaded.rng);
+}
+
+std::vector<std::vector<state::StoredItem>> read_rank_extra(const std::string& path) {
+  const auto source = state::open_source(path);
+  std::vector<std::vector<state::StoredItem>> all;
+  for (std::int64_t rank = 0, ranks = state::saved_ranks(*source); rank < ranks; ++rank) {
+    all.push_back(state::items_below(*source, state::rank_extra_prefix(rank)));
+  }
+  return all;
+}
 
 py::tuple take_newest(const std::string& folder, const CheckpointRanks& ranks, const py::function& load_one) {
   const auto call = [&](const std::string& path) {
@@ -183,44 +232,36 @@ void bind_checkpoint(py::module_& module) {
       .def(py::init<c10::Device>(), py::arg("device"))
       .def("take", &state::HostBuffer::begin, py::arg("parts"), kWithoutGil, "Copies all of them; they lie here then.");
   module.def("write_checkpoint", &write, py::arg("path"), py::arg("parts"), py::arg("ranks"), py::kw_only(), py::arg("keep_last"),
-             py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), "As fsdp::save. Collective.");
-  py::class_<CheckpointReading>(module, "CheckpointReading", "A checkpoint that is read, DCP's or safetensors.")
-      .def(py::init<const std::string&>(), py::arg("path"), kWithoutGil)
+             py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), kWithoutGil, "As fsdp::save. Collective.");
+  py::class_<LoadPlan>(module, "LoadPlan", "The load of a checkpoint on this rank: see src/state/load_plan.h.")
+      .def(py::init(&open_plan), py::arg("path"), py::kw_only(), py::arg("strict"), py::arg("rename"), py::arg("ignore"),
+           py::arg("model_prefix"), py::arg("optimizer_prefix"), py::arg("check_first"), py::arg("rng"), py::arg("on_phase"), kWithoutGil)
+      .def("add", &add_items, py::arg("items"), kWithoutGil, "Notes where this rank's values of the model belong.")
+      .def("values", &read_values, py::arg("keys"), kWithoutGil, "Those of these values that are there and not ignored.")
+      .def("has_optimizer", &LoadPlan::has_optimizer, py::arg("parameters"), kWithoutGil,
+           "Whether there is an optimizer's state. Raises Error if there is none, and strict.")
+      .def("updated", &LoadPlan::updated, py::arg("parameters"), kWithoutGil,
+           "Whether the saved optimizer had updated them, or did not have them.")
+      .def("add_states", &add_states, py::arg("states"), kWithoutGil,
+           "For each: whether the checkpoint has some of it, and the new values of its numbers.")
+      .def("settings", &LoadPlan::settings, py::arg("parameters"), py::arg("names"), kWithoutGil,
+           "The saved settings of a group of an optimizer.")
+      .def("grad_scaler", &LoadPlan::grad_scaler, py::arg("names"), kWithoutGil, "The saved state of a GradScaler.")
+      .def("check", &check_load, py::arg("ranks"), py::arg("device"), py::arg("has_optimizer"), py::arg("torn"), py::arg("at_once"),
+           kWithoutGil, "Compares names and checks data. Returns the values of Loaded. Collective.")
+      .def_property_readonly("replaced", &LoadPlan::replaced, "The names of all values that assign() replaces.")
       .def(
-          "advice_on_prefixes",
-          [](CheckpointReading& reading, const std::string& text, const std::string& option) {
-            return state::advice_on_prefixes(state::prefixes_before(reading.source().names(), text), option);
-          },
-          py::arg("text"), py::arg("option"), "Says below which prefixes the names have this text; empty if none has.")
-      .def_property_readonly("names", [](CheckpointReading& reading) { return reading.source().names(); })
-      .def_property_readonly(
-          "saved", [](CheckpointReading& reading) { return reading.source().saved(); }, "Tells it from others that were saved, or is 0.")
-      .def(
-          "shape",
-          [](CheckpointReading& reading, const std::string& name) -> std::optional<Sizes> {
-            const auto tensor = reading.source().find(name);
-            return tensor ? std::optional(tensor->shape) : std::nullopt;
-          },
-          py::arg("name"), "Of a tensor; None for anything else.")
-      .def(
-          "value", [](CheckpointReading& reading, const std::string& name) { return object_of(reading.source().read_object(name)); },
-          py::arg("name"), "A plain value.")
-      .def(
-          "tensor", [](CheckpointReading& reading, const std::string& name) { return reading.source().read_whole(name).clone(); },
-          py::arg("name"), kWithoutGil, "All of a tensor.")
-      .def("path", &CheckpointReading::path_of, py::arg("name"), kWithoutGil,
-           "Where a value is in nested dictionaries and lists; empty if the checkpoint does not say.")
-      .def("add", &CheckpointReading::add, py::arg("name"), py::arg("offsets"), py::arg("to"), kWithoutGil,
-           "Notes where a box of a tensor goes.")
-      .def_property_readonly(
-          "bytes", [](CheckpointReading& reading) { return reading.transfer().bytes(); }, "Of what was added.")
-      .def(
-          "check", [](CheckpointReading& reading) { reading.transfer().check(); }, kWithoutGil,
-          "Reads what was added, and compares it with its checksums.")
-      .def(
-          "assign",
-          [](CheckpointReading& reading, bool at_once) { at_once ? reading.transfer().read_at_once() : reading.transfer().read(); },
-          py::arg("at_once"), kWithoutGil, "Brings it to its place, after check(); at once: instead of it.");
+          "assign", [](LoadPlan& plan, const CheckpointRanks& ranks) { plan.assign(ranks, &hooks::note_update); }, py::arg("ranks"),
+          kWithoutGil, "Reads the tensors to their places. Collective.");
+  module.def("read_rank_extra", &read_rank_extra, py::arg("path"), kWithoutGil, "The paths and values of every rank's own values.");
+  module.def(
+      "generator_states",
+      [](c10::Device device) {
+        std::map<std::string, at::Tensor> states;
+        for (auto& generator : state::generators_of(device)) states.emplace(generator.name, generator.state());
+        return states;
+      },
+      py::arg("device"), kWithoutGil, "The states of the generators that a checkpoint keeps.");
   module.def(
       "take_newest", &take_newest, py::arg("folder"), py::arg("ranks"), py::arg("load_one"),
       "Loads the newest checkpoint that is whole. Returns its path or None, newer ones that were skipped, and a warning. Collective.");

@@ -160,24 +160,43 @@ void for_each_item(const DcpPath& path, const ExtraState& extra, const AddTensor
   }
 }
 
+std::vector<StoredItem> items_below(Source& source, const std::string& prefix,
+                                    const std::function<bool(const std::string& name)>& is_ignored) {
+  std::vector<StoredItem> items;
+  for (const auto& name : source.names()) {
+    if (!name.starts_with(prefix) || (is_ignored && is_ignored(name))) continue;
+    items.emplace_back(path_below(source, name, prefix), source.read_value(name));
+  }
+  return items;
+}
+
 ExtraState extra_below(Source& source, const std::string& prefix, const std::function<bool(const std::string& name)>& is_ignored) {
   ExtraState extra;
   auto room = source.names().size();
-  for (const auto& name : source.names()) {
-    if (!name.starts_with(prefix) || (is_ignored && is_ignored(name))) continue;
-    auto& value = place_of(extra, path_below(source, name, prefix), room);
-    if (source.find(name)) {
-      value = source.read_whole(name).clone();
+  for (const auto& [path, stored] : items_below(source, prefix, is_ignored)) {
+    auto& value = place_of(extra, path, room);
+    if (const auto* tensor = std::get_if<at::Tensor>(&stored)) {
+      value = *tensor;
       continue;
     }
-    auto converted = extra_value(source.read_object(name));
+    auto converted = extra_value(std::get<PythonValue>(stored));
     if (!converted) {
-      throw Error(source.path() + ": '" + name +
+      throw Error(source.path() + ": '" + prefix + key_of(path) +
                   "' has a dictionary with keys that are neither str nor int; LoadOptions::ignore leaves it out");
     }
     value = *std::move(converted);
   }
   return extra;
+}
+
+std::string rank_extra_prefix(std::int64_t rank) { return std::string(kRankExtra) + "." + std::to_string(rank) + "."; }
+
+std::int64_t saved_ranks(Source& source) {
+  if (!source.has(kRanks)) return 0;
+  const auto saved = source.read_scalar(kRanks);
+  const auto* ranks = saved ? std::get_if<std::int64_t>(&saved->value) : nullptr;
+  if (ranks == nullptr || *ranks < 0) throw Error(source.path() + ": '" + kRanks + "' is no number of ranks");
+  return *ranks;
 }
 
 }  // namespace state

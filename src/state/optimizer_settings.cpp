@@ -14,12 +14,6 @@ namespace {
 
 using ckpt::PythonValue;
 
-std::optional<double> number_of(const PythonValue& value) {
-  if (const auto* whole = std::get_if<std::int64_t>(&value.value)) return static_cast<double>(*whole);
-  if (const auto* real = std::get_if<double>(&value.value)) return *real;
-  return std::nullopt;
-}
-
 std::optional<std::vector<double>> numbers_of(const PythonValue& value) {
   const auto* tuple = std::get_if<PythonValue::Tuple>(&value.value);
   const auto* list = std::get_if<PythonValue::List>(&value.value);
@@ -54,6 +48,27 @@ optim::Setting setting_like(const optim::Setting& own, const PythonValue& saved)
       saved.value);
 }
 
+/// Whether values are equal; whole and real numbers may be.
+bool equal(const PythonValue& a, const PythonValue& b) {
+  const auto number = number_of(a);
+  return number ? number == number_of(b) : a == b;
+}
+
+optim::LearningRate learning_rate(const std::map<std::string, PythonValue>& settings) {
+  const auto number = [&](const std::string& name) {
+    const auto found = settings.find(name);
+    return found == settings.end() ? std::nullopt : number_of(found->second);
+  };
+  const auto now = number("lr");
+  if (!now) throw Error("optimizer_settings: the checkpoint has a group without a learning rate; load without optimizer_settings");
+  const auto base = number(kBaseLr);
+  const auto factor = number(kGroupLrFactor);
+  if (base && factor) return {.base = *base, .factor = *factor};
+  const auto initial = number("initial_lr");  // torch's schedules keep it
+  if (initial && *initial != 0) return {.base = *initial, .factor = *now / *initial};
+  return {.base = *now};
+}
+
 }  // namespace
 
 SavedGroups::SavedGroups(Source& source, std::string prefix) : source_(source), prefix_(std::move(prefix)) {
@@ -61,7 +76,7 @@ SavedGroups::SavedGroups(Source& source, std::string prefix) : source_(source), 
     const auto last = name.rfind('.');
     if (!name.starts_with(prefix_) || last < prefix_.size()) continue;
     const auto key = name.substr(prefix_.size(), last - prefix_.size());
-    names_[key].push_back(name.substr(last + 1));
+    keys_.insert(key);
     if (!name.ends_with(".params") || source_.find(name)) continue;
     const auto listed = source_.read_object(name);
     const auto* list = std::get_if<PythonValue::List>(&listed.value);
@@ -75,53 +90,44 @@ SavedGroups::SavedGroups(Source& source, std::string prefix) : source_(source), 
 
 const std::string* SavedGroups::key_of(const std::string& parameter) const {
   if (const auto listed = key_of_.find(parameter); listed != key_of_.end()) return &listed->second;
-  const auto flattened = names_.find(parameter);
-  return flattened == names_.end() ? nullptr : &flattened->first;
+  const auto flattened = keys_.find(parameter);
+  return flattened == keys_.end() ? nullptr : &*flattened;
+}
+
+const std::optional<PythonValue>& SavedGroups::read(const std::string& name) {
+  const auto [found, is_new] = values_.try_emplace(name);
+  if (is_new && source_.has(name)) found->second = source_.find(name) ? source_.read_scalar(name) : source_.read_object(name);
+  return found->second;
 }
 
 std::optional<double> SavedGroups::number(const std::string& name) {
-  if (!source_.has(name)) return std::nullopt;
-  const auto tensor = source_.find(name);
-  if (tensor && ckpt::numel(tensor->shape) == 1) return source_.read_whole(name).item<double>();
-  return tensor ? std::nullopt : number_of(source_.read_object(name));
+  const auto& value = read(name);
+  return value ? number_of(*value) : std::nullopt;
 }
 
-const SavedGroups::Group* SavedGroups::of(const std::string& parameter) {
-  const auto* key = key_of(parameter);
-  if (key == nullptr) return nullptr;
-  const auto [found, is_new] = groups_.try_emplace(*key);
-  auto& group = found->second;
-  if (!is_new) return &group;
-  for (const auto& setting : names_.at(*key)) {
-    const auto name = prefix_ + *key + "." + setting;
-    if (setting == "params") continue;
-    if (!source_.find(name)) {
-      group.settings[setting] = source_.read_object(name);
-    } else if (const auto value = number(name)) {
-      group.settings[setting] = {*value};
+std::map<std::string, PythonValue> SavedGroups::common(const std::vector<std::string>& parameters, const std::vector<std::string>& settings,
+                                                       const SavedName& saved_name) {
+  std::map<std::string, PythonValue> found;
+  std::set<std::string> seen;  // the keys of groups
+  for (const auto& parameter : parameters) {
+    const auto* key = key_of(saved_name(parameter));
+    if (key == nullptr || !seen.insert(*key).second) continue;
+    for (const auto& setting : settings) {
+      const auto& value = read(setting.ends_with('.') ? setting + *key : prefix_ + *key + "." + setting);
+      if (!value) continue;
+      const auto& first = found.emplace(setting, *value).first->second;
+      if (equal(first, *value)) continue;
+      throw Error("optimizer_settings: parameters '" + parameters.front() + "' and '" + parameter +
+                  "' are in one group here, but were saved with different settings (" + setting + ": " + ckpt::repr(first) + " and " +
+                  ckpt::repr(*value) + "); give the optimizer the groups that it had, or load without optimizer_settings");
     }
   }
-  const auto now = number(prefix_ + *key + ".lr");
-  if (!now) throw Error(source_.path() + ": '" + prefix_ + *key + ".lr' is no number");
-  const auto base = number(kBaseLr + *key);
-  const auto factor = number(kGroupLrFactor + *key);
-  const auto initial = number(prefix_ + *key + ".initial_lr");  // torch's schedules keep it
-  if (base && factor) {
-    group.lr = {.base = *base, .factor = *factor};
-  } else if (initial && *initial != 0) {
-    group.lr = {.base = *initial, .factor = *now / *initial};
-  } else {
-    group.lr = {.base = *now};
-  }
-  return &group;
+  return found;
 }
 
 std::optional<double> SavedGroups::lr_factor_of(const std::string& parameter) {
   const auto* key = key_of(parameter);
-  if (key == nullptr) return std::nullopt;
-  const auto [found, is_new] = factors_.try_emplace(*key);
-  if (is_new) found->second = number(kGroupLrFactor + *key);
-  return found->second;
+  return key == nullptr ? std::nullopt : number(kGroupLrFactor + *key);
 }
 
 SettingsBefore::SettingsBefore(Optimizer& optimizer) : optimizer_(optimizer) {
@@ -143,27 +149,22 @@ void restore_settings(Optimizer& optimizer, SavedGroups& saved, const SavedName&
   for (const auto& algorithm : optimizer.state().algorithms) {
     const auto groups = algorithm->groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      const SavedGroups::Group* common = nullptr;
-      for (const auto& parameter : groups[g].parameters) {
-        const auto* its = saved.of(saved_name(parameter));
-        if (its == nullptr) {
-          throw Error("optimizer_settings: the checkpoint has no settings of an optimizer for parameter '" + parameter +
-                      "'; load without optimizer_settings");
-        }
-        if (common == nullptr) common = its;
-        if (*its == *common) continue;
-        throw Error("optimizer_settings: parameters '" + groups[g].parameters.front() + "' and '" + parameter +
-                    "' are in one group here, but were saved with different settings; give the optimizer the groups that it had, or load "
-                    "without optimizer_settings");
+      const auto& parameters = groups[g].parameters;
+      if (parameters.empty()) continue;
+      for (const auto& parameter : parameters) {
+        if (saved.has(saved_name(parameter))) continue;
+        throw Error("optimizer_settings: the checkpoint has no settings of an optimizer for parameter '" + parameter +
+                    "'; load without optimizer_settings");
       }
-      if (common == nullptr) continue;
+      std::vector<std::string> names = {"lr", "initial_lr", kBaseLr, kGroupLrFactor};
+      for (const auto& [name, own] : groups[g].settings) names.push_back(name);
+      const auto common = saved.common(parameters, names, saved_name);
       optim::Settings settings;
       for (const auto& [name, own] : groups[g].settings) {
-        const auto found = common->settings.find(name);
-        if (found != common->settings.end()) settings.emplace_back(name, setting_like(own, found->second));
+        if (const auto found = common.find(name); found != common.end()) settings.emplace_back(name, setting_like(own, found->second));
       }
       algorithm->restore(g, settings);
-      algorithm->set_lr(g, common->lr);
+      algorithm->set_lr(g, learning_rate(common));
     }
   }
   optimizer.state().settings_changed();

@@ -156,27 +156,6 @@ std::vector<std::pair<std::string, PythonValue>> values_of(const GradScalerState
           {"_growth_tracker", {state.growth_tracker}}};
 }
 
-GradScalerState grad_scaler_state(const std::function<PythonValue(const std::string& name)>& value) {
-  const auto number = [&]<typename T>(const std::string& name, T& to) {
-    const auto found = value(name);
-    if (const auto* whole = std::get_if<std::int64_t>(&found.value)) {
-      to = static_cast<T>(*whole);
-    } else if (const auto* real = std::get_if<double>(&found.value)) {
-      to = static_cast<T>(*real);
-    } else {
-      throw Error("the GradScaler's '" + name + "' is no number in the checkpoint");
-    }
-  };
-  GradScalerState state;
-  number("scale", state.scale);
-  number("growth_factor", state.growth_factor);
-  number("backoff_factor", state.backoff_factor);
-  number("growth_interval", state.growth_interval);
-  number("_growth_tracker", state.growth_tracker);
-  GradScaler().load_state_dict(state);  // throws if the state is invalid
-  return state;
-}
-
 namespace {
 
 /// "extra['a.b'][0]"

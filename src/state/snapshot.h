@@ -76,9 +76,8 @@ struct SavedGenerator {
 /// Returns the generators for a model on this device, the CPU's first.
 std::vector<SavedGenerator> generators_of(c10::Device device);
 
-/// Convert the state of a GradScaler to values with torch's names, and back. Throw Error if a value is missing or invalid.
+/// Converts the state of a GradScaler to values with torch's names.
 std::vector<std::pair<std::string, ckpt::PythonValue>> values_of(const GradScalerState& state);
-GradScalerState grad_scaler_state(const std::function<ckpt::PythonValue(const std::string& name)>& value);
 
 /// Host memory for the bytes of a snapshot, which is reused from save to save. A snapshot is copied in two steps. Data that may be written
 /// at any time are copied at once. The rest, which is the largest part, is copied beside training.

@@ -219,6 +219,30 @@ at::Tensor Source::read_whole(const std::string& name) {
   return read(name, ckpt::whole(tensor->shape), 0, ckpt::numel(tensor->shape)).view(tensor->shape);
 }
 
+StoredValue Source::read_value(const std::string& name) {
+  if (find(name)) return read_whole(name).clone();
+  return read_object(name);
+}
+
+std::optional<ckpt::PythonValue> Source::read_scalar(const std::string& name) {
+  const auto tensor = find(name);
+  if (tensor && ckpt::numel(tensor->shape) != 1) return std::nullopt;
+  if (!tensor) {
+    auto value = read_object(name);
+    return number_of(value) || std::holds_alternative<bool>(value.value) ? std::optional(std::move(value)) : std::nullopt;
+  }
+  const auto item = read_whole(name).item();
+  if (item.isBoolean()) return ckpt::PythonValue{item.toBool()};
+  if (item.isIntegral(/*includeBool=*/false)) return ckpt::PythonValue{item.toLong()};
+  return item.isFloatingPoint() ? std::optional(ckpt::PythonValue{item.toDouble()}) : std::nullopt;
+}
+
+std::optional<double> number_of(const ckpt::PythonValue& value) {
+  if (const auto* whole = std::get_if<std::int64_t>(&value.value)) return static_cast<double>(*whole);
+  if (const auto* real = std::get_if<double>(&value.value)) return *real;
+  return std::nullopt;
+}
+
 std::unique_ptr<Source> open_source(const std::string& path) {
   const fs::path folder = path;
   ckpt::require_checkpoint(folder);

@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "checkpoint/boxes.h"
@@ -18,6 +19,9 @@
 #include "checkpoint/records.h"
 
 namespace fsdp::state {
+
+/// A tensor or a plain value.
+using StoredValue = std::variant<at::Tensor, ckpt::PythonValue>;
 
 /// The files of a checkpoint, of any format, from which tensors are loaded by this library's names ("model.layers.0.weight"). All data that
 /// are read are compared with checksums, if there are any.
@@ -58,6 +62,10 @@ class Source {
   at::Tensor read_whole(const std::string& name);
   /// Reads a plain value. Throws Error.
   virtual ckpt::PythonValue read_object(const std::string& name) = 0;
+  /// Reads a tensor, which then has memory of its own, or a plain value. Throws Error.
+  StoredValue read_value(const std::string& name);
+  /// Reads a number or a bool, which may be stored as a tensor of one element. Returns nothing for other values. Throws Error.
+  std::optional<ckpt::PythonValue> read_scalar(const std::string& name);
   /// Returns the path of a value in nested dictionaries and lists, if it is known; otherwise the name.
   virtual ckpt::DcpPath path_of(const std::string& name) const { return {name}; }
 
@@ -136,6 +144,9 @@ class Transfer {
   std::vector<Wanted> wanted_;
   std::vector<WantedBox> wanted_boxes_;
 };
+
+/// Returns a number as a double; nothing for other values.
+std::optional<double> number_of(const ckpt::PythonValue& value);
 
 /// Opens a folder of torch.distributed.checkpoint, or Hugging Face's safetensors (a file, or a folder of them), whose names get "model." in
 /// front. Throws Error.

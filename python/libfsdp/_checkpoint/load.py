@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from libfsdp import _C
-from libfsdp._checkpoint.arguments import as_list, check_functions, check_model, check_path
+from libfsdp._checkpoint.arguments import (
+    as_list,
+    check_functions,
+    check_grad_scaler,
+    check_model,
+    check_path,
+    check_prefixes,
+)
 from libfsdp._checkpoint.checkpoint_ranks import CheckpointRanks, device_of_model
 from libfsdp._checkpoint.failed_load import FailedLoad, failed_load_of, forget
-from libfsdp._checkpoint.items import Item, OptimizerState, clean, model_state, optimizer_state
-from libfsdp._checkpoint.name_matching import NameMatching, Names, Options
+from libfsdp._checkpoint.items import Item, clean, model_state, optimizer_state
 from libfsdp._checkpoint.phases import Phases
-from libfsdp._checkpoint.random_state import set_generator
+from libfsdp._core.arguments import check_flags
 from libfsdp._core.model import states_in
 from libfsdp._core.readers import before_write
 from libfsdp.optim._optimizer_state import make_state
@@ -31,10 +38,44 @@ if TYPE_CHECKING:
     from libfsdp._checkpoint.phases import PhaseReport
 
 _NOTHING_LOADED = "nothing was loaded:"
-_NO_LONGER_WHOLE = (
-    "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again"
-)
-_HALFWAY = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:"
+# Settings of an optimizer that say how it computes, and not what: they stay as the program has them, for which state was made.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of libfsdp.load."""
+
+    strict: bool
+    rename: Callable[[str], str] | None
+    ignore: Callable[[str], bool] | None
+    model_prefix: str
+    optimizer_prefix: str
+    check_first: bool
+    optimizer_settings: bool
+    rng: bool
+    grad_scaler: torch.amp.GradScaler | None
+
+    def __post_init__(self) -> None:
+        check_flags(
+            strict=self.strict, check_first=self.check_first, optimizer_settings=self.optimizer_settings, rng=self.rng
+        )
+        check_functions("a name", rename=self.rename, ignore=self.ignore)
+        check_grad_scaler(self.grad_scaler)
+        check_prefixes(model_prefix=self.model_prefix, optimizer_prefix=self.optimizer_prefix)
+
+    def open(self, path: str, phases: Phases) -> _C.LoadPlan:
+        return _C.LoadPlan(
+            path,
+            strict=self.strict,
+            rename=self.rename,
+            ignore=self.ignore,
+            model_prefix=self.model_prefix,
+            optimizer_prefix=self.optimizer_prefix,
+            check_first=self.check_first,
+            rng=self.rng,
+            on_phase=phases.tell,
+        )
 
 
 @dataclass
@@ -114,7 +155,7 @@ def load(
             loaded.
         CommError: if a rank has failed, or does something else.
     """
-    options = Options(
+    options = _Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
     path, optimizers = _checked("path", path, model, optimizer, on_phase)
@@ -166,7 +207,7 @@ def load_latest(
     Raises:
         Error: also if all are damaged, or if a disk error prevents the check whether one is complete.
     """
-    options = Options(
+    options = _Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
     folder, optimizers = _checked("folder", folder, model, optimizer, on_phase)
@@ -202,7 +243,7 @@ class _Load:
         path: str,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        options: Options,
+        options: _Options,
         together: CheckpointRanks,
         phases: Phases,
     ) -> None:
@@ -212,13 +253,13 @@ class _Load:
         self._options = options
         self._together = together
         self._phases = phases
-        self._at_once = options.strict and not options.check_first
         self._names: dict[int, str] = {}  # of parameters, by id
         self._made: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         self._failed_before = [
             failed for thing in (model, *optimizers) if (failed := failed_load_of(thing)) is not None
         ]
-        # The values beside tensors that the optimizer gets.
+        # The values beside tensors that model and optimizers get.
+        self._extra_states: dict[str, Any] = {}
         self._without_state: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
         self._settings: list[dict[str, Any]] = []
@@ -228,136 +269,94 @@ class _Load:
         for failed in self._failed_before:
             failed.allow()  # its state must be readable here
         try:
-            loading = self._together.run(_NOTHING_LOADED, self._open)
+            plan = self._together.run(_NOTHING_LOADED, self._open)
             # Where it has to be made, state may ask other ranks.
-            self._together.run(_NOTHING_LOADED, lambda: self._take_state(loading))
-            loaded, finish = self._agree(loading)
+            self._together.run(_NOTHING_LOADED, lambda: self._take_state(plan))
+            torn = {name for failed in self._failed_before for name in failed.names}
+            extra, rank_extra, missing, unexpected, metric, rng = plan.check(
+                self._together.ranks,
+                device_of_model(self._model),
+                bool(self._optimizers),
+                torn,
+                self._options.strict and not self._options.check_first,
+            )
         except BaseException:
             self._forget_made()
             self._stop(set())
             raise
         try:
-            self._together.run(
-                _HALFWAY if self._at_once else _NO_LONGER_WHOLE, lambda: loading.assign(at_once=self._at_once)
-            )
+            plan.assign(self._together.ranks)
         except BaseException:
-            self._stop(loading.names.replaced)
+            self._stop(plan.replaced)
             raise
-        finally:
-            _C.note_update()  # models may keep whole parameters across forwards
-        self._phases.end("assign", loading.reading.bytes)
         for thing in (self._model, *self._optimizers):
             forget(thing)
-        finish()
-        return loaded
+        self._finish_optimizers()
+        self._give_extra_states()
+        if self._scaler and self._options.grad_scaler is not None:
+            self._options.grad_scaler.load_state_dict(self._scaler)
+        return Loaded(self._path, _nested(extra), _nested(rank_extra), missing, unexpected, metric, rng)
 
-    def _open(self) -> NameMatching:
+    def _open(self) -> _C.LoadPlan:
         """Compares names and shapes of the model. It changes nothing."""
         before_write(state for _, state, _ in states_in(self._model))
-        loading = NameMatching(self._path, self._options)
-        of_model = model_state(self._model)
-        loading.add_model(of_model)
-        self._names = of_model.names
-        self._scaler = loading.grad_scaler()
-        if self._optimizers and not loading.has_optimizer() and self._options.strict:
-            advice = loading.other_optimizer_prefixes(self._names.values())
-            raise _C.Error(
-                f"{self._path} has no state of an optimizer below {self._options.optimizer_prefix!r}"
-                f"{advice or '; load the model alone, or pass strict=False'}"
-            )
-        return loading
+        plan = self._options.open(self._path, self._phases)
+        state = model_state(self._model)
+        aliases: dict[str, list[str]] = {}
+        for alias, first in state.aliases.items():
+            aliases.setdefault(first, []).append(alias)
+        plan.add([_listed(item, aliases.get(item.key, [])) for item in state.items])
+        self._extra_states = plan.values(list(state.extra))
+        self._names = state.names
+        scaler = self._options.grad_scaler
+        if scaler is not None and scaler.is_enabled():
+            self._scaler = plan.grad_scaler(list(scaler.state_dict()))
+        return plan
 
-    def _take_state(self, loading: NameMatching) -> None:
+    def _take_state(self, plan: _C.LoadPlan) -> None:
         """Compares the optimizers' state, which they get if they have none. Collective."""
-        if not self._optimizers or not loading.has_optimizer():
+        if not self._optimizers or not plan.has_optimizer(list(self._names.values())):
             return
         names = optimizer_state(self._optimizers, self._names).names
+        updated = plan.updated(list(names.values()))
         for optimizer in self._optimizers:
             missing = [
-                [
-                    p
-                    for p in group["params"]
-                    if p.requires_grad and not optimizer.state.get(p) and loading.is_updated(names[id(p)])
-                ]
+                [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p) and updated[names[id(p)]]]
                 for group in optimizer.param_groups
             ]
             if any(missing):
                 self._made += [(optimizer, p) for p in make_state(optimizer, missing)]
-        self._add_optimizers(loading, optimizer_state(self._optimizers, self._names))
+        self._add_optimizers(plan, updated)
 
     def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         return [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _add_optimizers(self, loading: NameMatching, state: OptimizerState) -> None:
-        items: dict[str, list[Item]] = {}
-        values: dict[str, dict[str, Any]] = {}
+    def _add_optimizers(self, plan: _C.LoadPlan, updated: dict[str, bool]) -> None:
+        state = optimizer_state(self._optimizers, self._names)
+        items: dict[str, list[_LoadItem]] = {}
+        numbers: dict[str, list[str]] = {}
         for item in state.items:
-            items.setdefault(item.path[2], []).append(item)
-        for path, value in state.values.items():
-            values.setdefault(path[2], {})[".".join(path)] = value
-        made = {id(p) for _, p in self._made}
-        for g, ((optimizer, group), names) in enumerate(zip(self._groups(), state.groups, strict=True)):
-            for p, name in zip(group["params"], names, strict=True):
-                is_there, numbers = loading.add_state(name, items.get(name, []), values.get(name, {}))
-                # State that was made here but is not in the checkpoint is removed, too.
-                if not loading.is_updated(name) or (not is_there and id(p) in made):
-                    self._without_state.append((optimizer, p))
-                prefix = f"optim.state.{name}."
-                self._numbers += [
-                    (optimizer.state[p], key.removeprefix(prefix), number) for key, number in numbers.items()
-                ]
-            wants = self._options.optimizer_settings
-            self._settings.append(loading.settings_of(g, group, names) if wants else {})
-
-    def _agree(self, loading: NameMatching) -> tuple[Loaded, Callable[[], None]]:
-        """The ranks join their results, and check the data that they will read."""
-        own = loading.names
-        every = self._together.exchange(
-            [sorted(own.used), sorted(own.replaced), sorted(own.missing), loading.reading.saved], "checkpoint: names"
+            items.setdefault(item.path[2], []).append(_listed(item, []))
+        for path in state.values:
+            numbers.setdefault(path[2], []).append(".".join(path))
+        parameters = [
+            (optimizer, p, name)
+            for (optimizer, group), names in zip(self._groups(), state.groups, strict=True)
+            for p, name in zip(group["params"], names, strict=True)
+        ]
+        found = plan.add_states(
+            [(name, updated[name], items.get(name, []), numbers.get(name, [])) for _, _, name in parameters]
         )
-        saved = [one[3] for one in every]
-        names = Names(*({name for one in every for name in one[i]} for i in range(3)))
-
-        def check() -> tuple[Loaded, Callable[[], None]]:
-            if saved[self._together.index] != saved[0]:  # One may have found a newer one, or opened it after it was replaced.
-                raise _C.Error(
-                    f"{self._path} is another checkpoint than rank 0 reads: give all ranks the same one, such as the path that rank 0 "
-                    "has found"
-                )
-            with_optimizer = bool(self._optimizers)
-            missing = sorted(names.missing)
-            unexpected = loading.unexpected(names.used, with_optimizer=with_optimizer)
-            if self._options.strict and (missing or unexpected):
-                raise _C.Error(_does_not_fit(loading, missing, unexpected))
-            kept = sorted({name for failed in self._failed_before for name in failed.names} - names.replaced)
-            if kept:
-                raise _C.Error(
-                    f"an earlier load failed halfway, and this one would keep values of it; load these, too:{_lines(kept)}"
-                )
-            loaded = Loaded(self._path, loading.below("extra."), {}, missing, unexpected)
-            together = self._together
-            if loading.number("fsdp.ranks") == together.size:
-                loaded.rank_extra = loading.below(f"rank_extra.{together.index}.")
-            loaded.metric = loading.number("fsdp.metric")
-            device = device_of_model(self._model)
-            generators = loading.generators(device, together.size, together.index)
-            loaded.rng = bool(generators)
-
-            def finish() -> None:
-                self._finish_optimizers()
-                self._give_extra_states(loading.extra_states)
-                for name, state in generators.items():
-                    set_generator(name, state, device)
-                if self._scaler and self._options.grad_scaler is not None:
-                    self._options.grad_scaler.load_state_dict(self._scaler)
-
-            self._phases.end("open", 0)
-            if not self._at_once:
-                loading.reading.check()
-            self._phases.end("check", 0 if self._at_once else loading.reading.bytes)
-            return loaded, finish
-
-        return self._together.run(_NOTHING_LOADED, check)
+        made = {id(p) for _, p in self._made}
+        for (optimizer, p, name), (is_there, values) in zip(parameters, found, strict=True):
+            # State that was made here but is not in the checkpoint is removed, too.
+            if not updated[name] or (not is_there and id(p) in made):
+                self._without_state.append((optimizer, p))
+            prefix = f"optim.state.{name}."
+            self._numbers += [(optimizer.state[p], key.removeprefix(prefix), value) for key, value in values.items()]
+        if self._options.optimizer_settings:
+            for (_, group), names in zip(self._groups(), state.groups, strict=True):
+                self._settings.append(plan.settings(names, sorted(group.keys() - {"params", *_HOW})))
 
     def _finish_optimizers(self) -> None:
         for state, kind, number in self._numbers:
@@ -371,11 +370,11 @@ class _Load:
                 else:
                     group[name] = value
 
-    def _give_extra_states(self, states: dict[str, Any]) -> None:
-        for name, module in self._model.named_modules() if states else ():
+    def _give_extra_states(self) -> None:
+        for name, module in self._model.named_modules() if self._extra_states else ():
             key = "model." + clean(f"{name}._extra_state" if name else "_extra_state")
-            if key in states:
-                module.set_extra_state(states[key])
+            if key in self._extra_states:
+                module.set_extra_state(self._extra_states[key])
 
     def _forget_made(self) -> None:
         for optimizer, p in self._made:
@@ -393,14 +392,40 @@ class _Load:
             FailedLoad(names - of_model, "optimizer").stop_optimizer(optimizer)
 
 
-def _lines(names: list[str]) -> str:
-    return "".join(f"\n    {name}" for name in names)
+_LoadItem: TypeAlias = tuple[str, list[int], list[int], torch.Tensor, list[str]]
 
 
-def _does_not_fit(loading: NameMatching, missing: list[str], unexpected: list[str]) -> str:
-    text = f"{loading.path} does not fit the model{loading.other_model_prefixes(missing)}"
-    if missing:
-        text += f"\n  missing in the checkpoint:{_lines(missing)}"
-    if unexpected:
-        text += f"\n  not in the model:{_lines(unexpected)}"
-    return text + "\n  (rename and the prefixes map names, ignore leaves some out, strict=False allows this)"
+def _listed(item: Item, aliases: list[str]) -> _LoadItem:
+    return item.key, item.shape, item.offsets, item.values, aliases
+
+
+def _nested(items: list[tuple[list[str | int], Any]]) -> dict[str, Any]:
+    """Puts dictionaries and lists, which a checkpoint has in parts, together again."""
+    found: dict[Any, Any] = {}
+    lists: list[tuple[dict[Any, Any], str | int]] = []
+    for path, value in items:
+        place = found
+        for part, following in pairwise(path):
+            if part not in place:
+                place[part] = {}
+                if isinstance(following, int):
+                    lists.append((place, part))
+            place = place[part]
+        place[path[-1]] = value
+    for place, part in reversed(lists):  # inner ones first
+        place[part] = [item for _, item in sorted(place[part].items())]
+    return found
+
+
+def read_rank_extra(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every rank's ``rank_extra`` in a checkpoint, by rank.
+
+    A run on another number of ranks needs it to divide these values anew. Not collective.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        Error: if it can't be read.
+    """
+    return [_nested(items) for items in _C.read_rank_extra(check_path("path", path))]

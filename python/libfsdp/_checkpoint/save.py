@@ -25,7 +25,6 @@ from libfsdp._checkpoint.checkpoint_ranks import CheckpointRanks, device_of_mode
 from libfsdp._checkpoint.failed_load import failed_load_of
 from libfsdp._checkpoint.items import OPTIMIZER, ModelState, OptimizerState, model_state, optimizer_state
 from libfsdp._checkpoint.phases import Phases
-from libfsdp._checkpoint.random_state import generator_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -266,7 +265,7 @@ def _collect(
             if first_of[".".join(path)] == together.index:
                 _add(parts, path, value)
         if of_program.rng:
-            for name, state in generator_states(device_of_model(model)).items():
+            for name, state in _C.generator_states(device_of_model(model)).items():
                 _add(parts, ("fsdp", f"{name}.{together.index}"), state)
         for name, value in (of_program.rank_extra or {}).items():
             _add(parts, ("rank_extra", str(together.index), name), value)

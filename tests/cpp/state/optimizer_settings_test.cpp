@@ -175,7 +175,9 @@ TEST_F(OptimizerSettings, WhatCannotBeSetIsAnErrorAndChangesNothing) {
     };
     saved("groups", grouped<fsdp::AdamW>(fsdp::AdamWOptions{.lr = 0.1}, groups(0.3, 0.4)));
     expect_refused("groups", make<fsdp::AdamW>(fsdp::AdamWOptions{.lr = 0.2}),
-                   "are in one group here, but were saved with different settings");
+                   "are in one group here, but were saved with different settings (lr: 0.");
+    saved("decay", grouped<fsdp::AdamW>(fsdp::AdamWOptions{.weight_decay = 0.5}, {{.matches = begins("head."), .weight_decay = 0.25}}));
+    expect_refused("decay", make<fsdp::AdamW>(fsdp::AdamWOptions{.lr = 0.2}), "with different settings (weight_decay: 0.5 and 0.25)");
     saved("momentum", make<fsdp::SGD>(fsdp::SGDOptions{.lr = 0.1, .momentum = 0.9}));
     expect_refused("momentum", make<fsdp::SGD>(fsdp::SGDOptions{.lr = 0.2}), "'momentum' was 0.9 when it was saved, and is 0 here");
     saved("amsgrad", make<fsdp::WrappedOptimizer>(fsdp::TorchOptimizerFactory([](auto shards) {

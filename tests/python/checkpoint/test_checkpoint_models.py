@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -103,6 +104,14 @@ def test_groups_and_stages(tmp_path: Path) -> None:
                 p.zero_()
         libfsdp.load(path, stage, optimizer, process_group=group, strict=group is None)
         assert all(map(torch.equal, map(full, stage.parameters()), expected))
+
+    # All ranks know what one stage misses.
+    if rank // 2 == 1:
+        stage["more"] = nn.Linear(4, 4)
+        libfsdp.fully_shard(stage["more"], mesh=mesh)
+    with pytest.raises(libfsdp.Error, match=r"missing in the checkpoint:\n    model.more.bias\n    model.more.weight\n  \("):
+        libfsdp.load(f"{folder}/together", stage)
+    assert libfsdp.load(f"{folder}/together", stage, strict=False).missing == ["model.more.bias", "model.more.weight"]
 
 
 def partly_tensor_parallel(sizes: tuple[int, int, int], seed: int) -> tuple[Any, torch.optim.Optimizer]:
