@@ -72,8 +72,7 @@ class UpdateCounts {
     std::map<std::string, std::int64_t> steps;
     for (const auto& [parameter, before] : before_) {
       const auto count = counts.find(parameter);
-      const auto stored = count == counts.end() ? std::nullopt : std::optional(count->second);
-      steps[parameter] = updates(plan, parameter, before.kinds, stored).value_or(before.steps);
+      steps[parameter] = updates(plan, parameter, before.kinds, count == counts.end() ? nullptr : &count->second).value_or(before.steps);
     }
     set([&](const std::string& parameter) { return steps.at(parameter); });
   }
@@ -89,10 +88,10 @@ class UpdateCounts {
 
   static std::string below_state(const std::string& parameter) { return std::string(state::kOptimizerPrefix) + "state." + parameter + "."; }
 
-  /// Returns the number of updates of a parameter whose optimizer keeps these kinds of state. If the checkpoint, which has the count
-  /// `stored`, does not say, it is noted as missing, and the result is empty.
+  /// Returns the number of updates of a parameter whose optimizer keeps these kinds of state. `stored` is the count in the checkpoint, or
+  /// null. If the checkpoint does not tell the number, it is noted as missing, and the result is empty.
   static std::optional<std::int64_t> updates(LoadPlan& plan, const std::string& parameter, const std::vector<optim::StateKind>& kinds,
-                                             std::optional<std::int64_t> stored) {
+                                             const std::int64_t* stored) {
     const auto prefix = below_state(parameter);
     if (plan.is_ignored(prefix + "step")) return std::nullopt;
     const auto replaced_by = [&](std::int64_t count) {
@@ -101,7 +100,7 @@ class UpdateCounts {
       for (const auto& kind : kinds) plan.note_replaced(prefix + kind.name);  // there is no state then
       return count;
     };
-    if (stored) {
+    if (stored != nullptr) {
       plan.expect(prefix + "step");
       return replaced_by(*stored);
     }
