@@ -132,8 +132,9 @@ TEST_F(TrainGptResume, AFinishedRunSaysThatNothingIsLeft) {
 TEST_F(TrainGptResume, OneProcessTrainsInAFolder) {
   const auto folder = run_folder("run");
   const auto log = folder + "/log.jsonl";
-  // Another one, beside it and after its end, which it has no chance to notice.
-  const std::string others = "(" + command_of({"--resume", folder}) + "); echo \"beside it: $?\"; pkill -KILL -P $pid; wait $pid; (" +
+  // Another one, beside it and after its end, which it has no chance to notice. Its ranks end a moment after it.
+  const std::string others = "(" + command_of({"--resume", folder}) +
+                             "); echo \"beside it: $?\"; pkill -KILL -P $pid; wait $pid; sleep 1; (" +
                              command_of({"--resume", folder, "--steps", "8"}) + "); echo \"after it: $?\"";
   const auto outcome = run_and_signal("run", tiny({"--run", folder, "--steps", "100000", "--save-every", "5"}), log, others);
   EXPECT_TRUE(has(outcome.output, "beside it: 2\n") && has(outcome.output, "after it: 0\n")) << outcome.output << outcome.errors;
