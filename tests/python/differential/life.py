@@ -226,7 +226,8 @@ class Life:
         self.add("evaluate", mode="no_grad", batch=self.batch(), training=True)
         self.add("buffers")
         self.add("state")
-        if self.chance.has("collected"):
+        averaged = self.model == 0 and self.program.models > 1  # Other models may still approach the first one.
+        if self.chance.has("collected") and not averaged:
             self.add("forward", graph="last", batch=self.batch())
             self.add("forget")
             self.add("backward", graph="last")
