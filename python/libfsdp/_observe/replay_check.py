@@ -123,6 +123,8 @@ class ReplayCheck:
         if model is None or model.provisional:
             return None
         engine = engine_of(self._module)
+        # Shards to which the program has given other memory are read from there before their digests are taken.
+        next(state.unit for state in model.states if state.unit is not None).prepare_unshard()
         if engine is not self._engine:
             self._engine = engine
             module_of = weakref.ref(self._module)  # Python can't see cycles through C++.

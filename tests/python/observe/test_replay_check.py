@@ -275,6 +275,17 @@ def test_writes_that_nobody_is_told_of_give_no_alarm() -> None:
         assert check.checked == 2, strategy  # The first microbatch forms the model.
 
 
+@on_ranks(2)
+def test_shards_in_other_memory_give_no_alarm() -> None:
+    model = blocks({}, 1)
+    check = libfsdp.ReplayCheck(model, every=1)
+    for step in range(3):
+        check.run(functools.partial(forward_and_backward, model), batch_of(step))
+        for parameter in model.parameters():
+            parameter.to_local().share_memory_().data.mul_(0.5)
+    assert check.checked == 2
+
+
 @on_ranks(1)
 def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="is not sharded"):
