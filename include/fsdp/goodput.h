@@ -11,7 +11,7 @@ struct FailureOptions {
   double restart = 0;           ///< From a failure to the first step after it.
   double interval = 0;          ///< Of training between two checkpoints.
   double training = 0;          ///< The training to do, without interruptions.
-  std::uint64_t seed = 0;       ///< Of the random failures.
+  std::uint64_t seed = 0;       ///< The seed of the random failures.
 };
 
 /// How the time of such a run was spent.

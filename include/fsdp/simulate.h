@@ -30,7 +30,7 @@ struct SimulationOptions {
   std::int64_t steps = 3;                          ///< The number of simulated steps.
   std::map<std::int64_t, double> slow_ranks = {};  ///< Factors of the time that ranks compute, by global rank.
   double jitter = 0;       ///< Each computation takes a time drawn from a log-normal distribution, with this deviation of its logarithm.
-  std::uint64_t seed = 0;  ///< Of the random numbers.
+  std::uint64_t seed = 0;  ///< The seed of the random numbers.
   /// Milliseconds that a rank computes longer: (rank, step, unit, in backward). Empty: none.
   std::function<double(std::int64_t rank, std::int64_t step, std::size_t unit, bool in_backward)> delay_ms = {};
 };

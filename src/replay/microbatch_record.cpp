@@ -45,7 +45,7 @@ std::vector<std::int64_t> digests_of_whole(const engine::Unit& unit) {
 
 void MicrobatchRecord::entered(const engine::Unit& unit) { look_at_whole(unit); }
 
-// What a unit keeps between steps and has not been entered with is freed, outdated, if the program has written its main parameters.
+// Without an entry in this microbatch, they are those of an earlier step, and stale if the program has written the main parameters since.
 void MicrobatchRecord::frees(const engine::Unit& unit) {
   if (!units_[unit.place.index].whole.empty()) look_at_whole(unit);
 }

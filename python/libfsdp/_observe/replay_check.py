@@ -124,7 +124,8 @@ class ReplayCheck:
             return None
         engine = engine_of(self._module)
         # Shards to which the program has given other memory are read from there before their digests are taken.
-        next(state.unit for state in model.states if state.unit is not None).prepare_unshard()
+        if (unit := next((state.unit for state in model.states if state.unit is not None), None)) is not None:
+            unit.prepare_unshard()
         if engine is not self._engine:
             self._engine = engine
             module_of = weakref.ref(self._module)  # Python can't see cycles through C++.

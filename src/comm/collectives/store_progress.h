@@ -55,8 +55,8 @@ class StoreProgress : public std::enable_shared_from_this<StoreProgress> {
   const std::chrono::milliseconds interval_;
   std::mutex mutex_;
   std::map<std::uint32_t, std::function<bool()>> rows_;  ///< is_whole, by source; under the mutex.
-  std::int64_t answered_ = 0;  ///< How many questions there were when it has answered last. Of the thread, as the next.
-  bool has_answered_ = false;
+  std::int64_t answered_ = 0;                            ///< The number of questions at its last answer. Used by the thread only.
+  bool has_answered_ = false;                            ///< Used by the thread only.
   std::atomic<bool> is_usable_;
 };
 
