@@ -25,11 +25,6 @@ void BufferPools::set_sources(BufferSources sources) {
   shared_.set_source(std::move(sources.of_the_rest));
 }
 
-void BufferPools::free_idle() {
-  shared_.free_idle();
-  of_gathers_.free_idle();
-}
-
 void BufferPools::end_step() {
   shared_.end_step();
   of_gathers_.end_step();

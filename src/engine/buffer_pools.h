@@ -35,7 +35,6 @@ class BufferPools {
   void set_sources(BufferSources sources);
 
   /// See SlotPool.
-  void free_idle();
   void end_step();
 
  private:

@@ -236,7 +236,6 @@ void Engine::read_ahead() {
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
-  if (expected.empty() && schedule_.pass() == Pass::kForward) pools_.free_idle();  // Activations take the most memory now.
 }
 
 /// Starts what the user listed for the unit, in place of a prediction.

@@ -134,7 +134,8 @@ void SlotPool::give_back(Slot& slot) {
   accounting_.take_back(slot.kind_, slot.bytes_);
   --lent_;
   if (slot.request_ < requests_.size()) requests_[slot.request_].end = events_++;
-  if (slot.source_ != sources_) {
+  const bool stays = idle_ == Idle::kStays || source_ || slot.block_.captured;
+  if (slot.source_ != sources_ || !stays) {
     free_block(std::exchange(slot.block_, {}), slot.capacity_);
   } else if (follows_plan_) {
     const auto planned = plan_.slot_of[slot.request_];
@@ -180,7 +181,6 @@ void SlotPool::end_step() {
   last_requests_ = std::exchange(requests_, {});
   events_ = 0;
   if (!follows_plan_ && !planned_requests_.empty()) begin_plan();
-  free_idle();
 }
 
 void SlotPool::begin_plan() {
@@ -193,19 +193,6 @@ void SlotPool::begin_plan() {
     if (block != free_.end()) free_.erase(block);
   }
   free_blocks();
-}
-
-void SlotPool::free_idle() {
-  if (idle_ == Idle::kStays || source_) return;
-  for (auto block = free_.begin(); block != free_.end();) {
-    const bool stays = block->second.captured;
-    if (!stays) free_block(std::move(block->second), block->first);
-    block = stays ? std::next(block) : free_.erase(block);
-  }
-  for (std::size_t planned = 0; planned < planned_.size(); ++planned) {
-    auto& block = planned_[planned];
-    if (block && !block.captured) free_block(std::exchange(block, {}), plan_.capacities[planned]);
-  }
 }
 
 }  // namespace fsdp::memory

@@ -68,8 +68,8 @@ class Slot {
 /// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: what
 /// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
 ///
-/// On a GPU, blocks go back to the allocator between steps and at a forward's end (free_idle): activations take the most memory then, and
-/// the allocator can provide such blocks again at once.
+/// On a GPU, a block goes back to the allocator as soon as it is free, unless a graph uses it or it comes from a source: the caching
+/// allocator can provide such blocks again at once, and gives them to activations meanwhile.
 ///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
 /// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
@@ -81,7 +81,7 @@ class Slot {
 /// Must outlive its slots. Not thread-safe: the engine serializes.
 class SlotPool {
  public:
-  /// What happens to free blocks: see free_idle().
+  /// What happens to free blocks.
   enum class Idle : std::uint8_t { kStays, kIsFreed };
 
   SlotPool(c10::Device device, Accounting& accounting) : SlotPool(device, accounting, device.is_cpu() ? Idle::kStays : Idle::kIsFreed) {}
@@ -101,9 +101,6 @@ class SlotPool {
 
   /// Ends a step. Does nothing while slots are lent: the step then continues, and is no longer recorded after kMaxRecord requests.
   void end_step();
-  /// On a device, gives free blocks back to the allocator, except those that a graph uses and those that come from a source. They serve the
-  /// next requests from the allocator's cache. Called by end_step(), too.
-  void free_idle();
   /// The number of requests of the present step that are recorded for a plan.
   std::size_t recorded() const { return requests_.size(); }
   /// The total size of the plan's blocks in bytes; 0 without a plan.

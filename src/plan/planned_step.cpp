@@ -57,8 +57,8 @@ PlannedUnit describe(Unit& unit, std::int64_t activations) {
   for (const auto& part : unit.main_gradient.parts) planned.main_gradients += static_cast<std::int64_t>(part.nbytes());
   planned.gathered = unit.whole.buffer.bytes;
   planned.padding += unit.whole.buffer.bytes;
-  planned.unreduced = gradients.wire.bytes;
-  planned.communication = gradients.staging.bytes;
+  planned.unreduced = gradients.computed ? gradients.computed->bytes : gradients.wire.bytes;
+  planned.communication = gradients.computed ? gradients.computed_staging.bytes : gradients.staging.bytes;
   return planned;
 }
 
@@ -133,6 +133,7 @@ void Highest::look() {
   const auto slots = accounting_.stats().slots.live;
   load_.slots = std::max(load_.slots, slots - bytes.unused_slots);
   load_.rest = std::max(load_.rest, bytes.device() - slots);
+  load_.both = std::max(load_.both, bytes.device() - bytes.unused_slots);
   ever_ = std::max(ever_, bytes.device());
   if (moments_.empty()) return;
   auto& most = moments_.back().most;
@@ -216,37 +217,27 @@ void PlannedSteps::note_moment() {
   const auto load = highest_.take_load();
   moment.load.slots = std::max(moment.load.slots, load.slots);
   moment.load.rest = std::max(moment.load.rest, load.rest);
+  moment.load.both = std::max(moment.load.both, load.both);
   for (std::size_t k = 0; k < units.size(); ++k) {
     if (units[k]->state() != engine::ParameterState::kSharded) moment.present[k] = true;
   }
 }
 
-/// Blocks of slots stay until the end of the pass on a device, and for ever on a CPU. So what slots hold at one moment is beside all that
-/// is elsewhere later.
+/// Blocks of slots stay on a CPU. So what slots hold at one moment is beside all that is elsewhere at any.
 std::vector<std::int64_t> PlannedSteps::loads_of_parameters() const {
-  std::vector<std::int64_t> loads(moments_.size());
   std::int64_t rest = 0;
   for (const auto& moment : moments_) rest = std::max(rest, moment.load.rest);
-  const bool stay = engine_->options().on_cpu();
-  std::int64_t later = 0;  // in the same pass
-  for (std::size_t t = moments_.size(); t-- > 0;) {
-    later = t + 1 == first_of_backward_ ? moments_[t].load.rest : std::max(later, moments_[t].load.rest);
-    loads[t] = moments_[t].load.slots + (stay ? rest : later);
-  }
+  std::vector<std::int64_t> loads;
+  for (const auto& [load, present] : moments_) loads.push_back(engine_->options().on_cpu() ? load.slots + rest : load.both);
   return loads;
 }
 
 /// The other way round: activations lie beside the blocks that slots hold already.
 std::vector<std::int64_t> PlannedSteps::loads_of_activations() const {
-  std::vector<std::int64_t> loads(moments_.size());
   std::int64_t most = 0;
   for (const auto& moment : moments_) most = std::max(most, moment.load.slots);
-  const bool stay = engine_->options().on_cpu();
-  std::int64_t before = 0;  // in the same pass
-  for (std::size_t t = 0; t < moments_.size(); ++t) {
-    before = t == first_of_backward_ ? moments_[t].load.slots : std::max(before, moments_[t].load.slots);
-    loads[t] = moments_[t].load.rest + (stay ? most : before);
-  }
+  std::vector<std::int64_t> loads;
+  for (const auto& [load, present] : moments_) loads.push_back(engine_->options().on_cpu() ? load.rest + most : load.both);
   return loads;
 }
 

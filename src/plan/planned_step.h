@@ -61,10 +61,11 @@ class Highest {
   /// The most of PlanBytes::device() in all steps.
   std::int64_t ever() const { return ever_; }
 
-  /// The most bytes that slots lend, and that lie elsewhere on the device, since the last call.
+  /// The most bytes that slots lend, that lie elsewhere on the device, and both together, since the last call.
   struct Load {
     std::int64_t slots = 0;
     std::int64_t rest = 0;
+    std::int64_t both = 0;
   };
   Load take_load();
 

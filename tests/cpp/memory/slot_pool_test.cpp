@@ -356,6 +356,32 @@ TEST_F(SlotPoolTest, FollowsAPlanWhenStepsRepeat) {
   EXPECT_EQ(stats().slot_allocations, allocations);
 }
 
+// The allocator of a device can give it to others at once.
+TEST(SlotPoolOnADevice, FreeBlocksDoNotStay) {
+  Accounting accounting;
+  SlotPool pool(c10::Device(c10::kCPU), accounting, SlotPool::Idle::kIsFreed);
+  std::vector<std::int64_t> held;
+  for (int step = 0; step < 4; ++step) {
+    const auto note = [&] { held.push_back(accounting.stats().slots.live); };
+    auto first = pool.acquire(1000, kKind);
+    auto second = pool.acquire(300, kKind);
+    first.release();
+    note();
+    first = pool.acquire(1000, kKind);
+    first.release();
+    note();
+    second.release();
+    note();
+    pool.end_step();
+  }
+  ASSERT_EQ(held.size(), 12U);
+  for (std::size_t k = 0; k < held.size(); k += 3) {
+    EXPECT_EQ(held[k], 300);
+    EXPECT_EQ(held[k + 1], 300);
+    EXPECT_EQ(held[k + 2], 0);
+  }
+}
+
 TEST_F(SlotPoolTest, WhatThePlanDidNotForeseeIsServed) {
   for (int step = 0; step < 3; ++step) {
     misleading_step(pool);
