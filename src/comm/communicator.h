@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -49,13 +50,15 @@ struct GatherPart {
 /// elements of unreduced's dtype (undefined if that is 0); `out` may have another dtype. When the collective is done,
 /// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
 /// fp32 (fp64 for double) pairwise in the order of the ranks, and is then, if `rounded`, rounded to unreduced's dtype. `unreduced` and
-/// `staging` must stay alive and untouched until wait() returned.
+/// `staging` must stay alive and untouched until wait() returned. `sum_dtype` is for a communicator whose sums run in the dtype of what it
+/// sends: if given, it converts `unreduced` to it first.
 struct ReducePart {
   at::Tensor unreduced;
   at::Tensor staging;
   at::Tensor out;
   bool accumulate = false;
   bool rounded = false;
+  std::optional<at::ScalarType> sum_dtype = {};
 };
 
 /// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root looks at, has what each rank gets: as many

@@ -34,7 +34,10 @@ bool ArrivedGradients::settle(const layout::UnitLayout& layout, const Buffer& bu
     return true;
   });
   copy();
-  return std::all_of(lent_.begin(), lent_.end(), [](const at::Tensor& lent) { return lent.defined(); });
+  for (std::size_t k = 0; k < lent_.size(); ++k) {
+    if (buffer.parts[k].defined() && !lent_[k].defined()) return false;
+  }
+  return true;
 }
 
 void ArrivedGradients::clear() {

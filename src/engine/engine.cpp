@@ -24,7 +24,7 @@ Engine::Engine(const EngineOptions& options)
       pools_(options.mesh.device(), accounting_, options.on_cpu() ? memory::SlotPool::Idle::kStays : memory::SlotPool::Idle::kIsFreed),
       gatherer_(options.mesh.device(), pools_, options.keep_gathered_bytes),
       reducer_(options.mesh.device(), pools_.of_the_rest(), accounting_,
-               {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad, .copies_together = !options.on_cpu()}),
+               {.rank = options.mesh.rank(), .report_nan = options.report_nan_in_param_grad, .on_stream = !options.on_cpu()}),
       main_parameters_(*this) {}
 
 Engine::~Engine() {

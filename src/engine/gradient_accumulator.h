@@ -26,12 +26,22 @@ enum class GradientState : std::uint8_t {
   kReducing,    ///< On their way to the other ranks.
 };
 
-/// The buffer in which gradients are collected. Chosen when the first one arrives.
+/// The buffer in which gradients are collected. Chosen when the first one arrives; kComputed becomes kWire if they have to be converted.
 enum class CollectedIn : std::uint8_t {
-  kWire,   ///< `wire`: they are about to travel.
-  kLocal,  ///< `local()`: backwards without synchronization add up in the main gradients' dtype.
-  kMain,   ///< As kLocal, but in the memory of the main gradients, where the result will lie, too.
+  kComputed,  ///< `computed`: they are about to travel as autograd made them.
+  kWire,      ///< `wire`: they are about to travel in the wire's dtype.
+  kLocal,     ///< `local()`: backwards without synchronization add up in the main gradients' dtype.
+  kMain,      ///< As kLocal, but in the memory of the main gradients, where the result will lie, too.
 };
+
+/// [Sent as computed] The dtype in which reductions over the inner ranks send a unit's gradients, the same on all ranks. A gradient that
+/// autograd made in bf16 or half, and that arrives once, loses nothing when it is sent in that dtype and summed in fp32. Transitions:
+///   kUndecided -> kComputeDtype  the first reduction: each gradient had arrived once, in the compute dtype, on every rank
+///   kUndecided -> kWireDtype     the first reduction: some rank had converted its gradients
+///   kComputeDtype -> kWireDtype  the ranks exchange that a gradient arrived twice on one of them
+/// Gradients of backwards without synchronization are added up first. The reduction that takes them sends in the wire's dtype, and decides
+/// nothing.
+enum class SentIn : std::uint8_t { kUndecided, kComputeDtype, kWireDtype };
 
 /// A buffer with a view of its shape for each trainable parameter, and the ranges that belong to no parameter.
 struct GradientBuffer : Buffer {
@@ -56,8 +66,8 @@ struct Departures {
   int reduced_at = 1;     ///< Agreed by the ranks from where the last gradients came before.
 };
 
-/// The gradients of one unit on their way from autograd to its main gradients: buffers, and what is known of each parameter. Reducer owns
-/// it. The functions in gradient_usage.h set the fields about which ranks tell each other.
+/// The gradients of one unit, or of a part of it that is reduced by itself, on their way from autograd to its main gradients: buffers, and
+/// what is known of each parameter. Reducer owns it. The functions in gradient_usage.h set the fields about which ranks tell each other.
 struct GradientAccumulator {
   /// What this rank knows of one parameter's gradient.
   struct OfParameter {
@@ -68,22 +78,51 @@ struct GradientAccumulator {
     bool partial = false;      ///< Some rank had a gradient that is not yet reduced over the outer dimension.
   };
 
+  /// Of all trainable sub-buffers, or of these.
   explicit GradientAccumulator(Unit& unit);
+  GradientAccumulator(Unit& unit, std::vector<std::size_t> sub_buffers);
 
   Unit& unit;
-  std::vector<OfParameter> parameters;
+  const std::vector<std::size_t> sub_buffers;
+  const bool is_part;                   ///< Not of all: [Large parameters do not wait].
+  std::vector<std::size_t> held;        ///< The unit's parameters in these sub-buffers; of all, also frozen ones.
+  std::vector<OfParameter> parameters;  ///< By index in the unit.
+  bool valid;  ///< Its part of the main gradients has what was reduced since zero_grad().
 
   GradientState state = GradientState::kNone;
   CollectedIn collected_in = CollectedIn::kWire;
   GradientBuffer wire;
   std::unique_ptr<GradientBuffer> own_local;  ///< Null where the wire's dtypes are the main gradients'.
   GradientBuffer& local() { return own_local ? *own_local : wire; }
-  GradientBuffer& collected() { return collected_in == CollectedIn::kWire ? wire : local(); }
+  /// In the dtype of the whole parameters, where [Sent as computed] applies; otherwise null.
+  std::unique_ptr<GradientBuffer> computed;
+  Buffer computed_staging;
+  GradientBuffer& collected() {
+    if (collected_in == CollectedIn::kComputed) return *computed;
+    return collected_in == CollectedIn::kWire ? wire : local();
+  }
+
+  bool agrees_on_dtype = false;  ///< The ranks decide `sent_in`; false where it can only be the wire's dtype.
+  SentIn sent_in = SentIn::kUndecided;
+  /// A backward without synchronization has begun since the last reduction.
+  bool adds_up = false;
+  /// Since the last exchange of usage, a parameter got a second gradient of one backward, or one of another dtype.
+  bool arrived_twice = false;
+  /// Those that came when it was decided that the buffer would be sent as computed. They are reduced at the end of backward.
+  struct Unexpected {
+    std::size_t parameter;
+    at::Tensor gradient;
+  };
+  std::vector<Unexpected> unexpected;
+
+  /// What the reduction over the inner ranks sends, and where it receives.
+  const GradientBuffer& sent() const { return collected_in == CollectedIn::kComputed ? *computed : wire; }
+  Buffer& receives() { return collected_in == CollectedIn::kComputed ? computed_staging : staging; }
   /// Copied or lent before anything reads the buffer, and copied at the end of backward.
   ArrivedGradients arrived;
   at::Tensor unreduced(std::size_t k) const {
     auto lent = arrived.lent(k);
-    return lent.defined() ? lent : wire.parts[k];
+    return lent.defined() ? lent : sent().parts[k];
   }
   /// Gradients of this rank wait in a buffer.
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
@@ -93,7 +132,7 @@ struct GradientAccumulator {
   at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without what lies beyond them.
   at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.
   /// Where reductions put their results: the main gradients, or, if those are offloaded, views of `reduced_buffer`, from which they are
-  /// copied.
+  /// copied. By sub-buffer, as are the parts of all buffers. Those of other sub-buffers than its own are undefined in buffers.
   std::vector<at::Tensor> reduced;
   Buffer reduced_buffer;
 

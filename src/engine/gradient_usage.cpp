@@ -46,14 +46,16 @@ class BitReader {
 at::Tensor any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any(); }
 
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
-  // For each unit, the first bit says whether it has unreduced gradients. The next bits say whether its last gradient came after the first
+  // For each unit, the first bit says whether it has unreduced gradients. Where [Sent as computed] applies, a bit says whether the unit has
+  // to send them in the wire's dtype from now on. The next bits say whether its last gradient came after the first
   // departure, after the second, and so on. Then there is a bit for each of its parameters, which says whether this rank had a gradient of
   // the parameter.
   BitWriter mine;
   for (const auto* of_unit : gradients) {
     mine.append(of_unit->collects());
+    if (of_unit->agrees_on_dtype) mine.append(of_unit->sent_in == SentIn::kWireDtype || of_unit->arrived_twice);
     for (int n = 1; n < kLastDeparture; ++n) mine.append(of_unit->departures.last_gradient > n);
-    for (const auto& parameter : of_unit->parameters) mine.append(parameter.contributed);
+    for (const auto i : of_unit->held) mine.append(of_unit->parameters[i].contributed);
   }
   auto bits = mine.take();
   const Unit& first = gradients.front()->unit;
@@ -66,11 +68,13 @@ std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* 
     Unit& unit = of_unit->unit;
     const bool is_left = all.next();
     if (is_left) unreduced.push_back(of_unit);
+    if (of_unit->agrees_on_dtype && all.next()) of_unit->sent_in = SentIn::kWireDtype;
+    of_unit->arrived_twice = false;
     int last_gradient = 1;
     for (int n = 1; n < kLastDeparture; ++n) last_gradient += all.next() ? 1 : 0;
     bool contributed = false;
     const bool fully = !unit.communicators.outer || unit.options.requires_all_reduce;
-    for (std::size_t i = 0; i < of_unit->parameters.size(); ++i) {
+    for (const auto i : of_unit->held) {
       auto& parameter = of_unit->parameters[i];
       const bool now = all.next();
       const bool any = now || parameter.partial;
@@ -92,11 +96,11 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
   const auto none = at::scalar_tensor(false, at::kBool);
   for (const auto& of_unit : gradients) {
     const Unit& unit = of_unit->unit;
-    for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    for (const auto i : of_unit->held) {
       const auto before = std::exchange(of_unit->parameters[i].has_nan, {});
       flags.push_back(before.defined() ? before : none);
       const auto slice = unit.slice(i, unit.own_pieces());
-      const bool reduced = unit.parameters[i].has_gradient && unit.main_gradient.valid && slice.numel > 0;
+      const bool reduced = unit.parameters[i].has_gradient && of_unit->valid && slice.numel > 0;
       flags.push_back(reduced ? any_nan(unit.main_gradient.parts[slice.sub_buffer].narrow(0, slice.offset, slice.numel)) : none);
     }
   }
@@ -109,7 +113,8 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
   const auto* values = all.const_data_ptr<std::int32_t>();
   std::size_t column = 1;
   for (const auto& of_unit : gradients) {
-    for (const auto& parameter : of_unit->unit.parameters) {
+    for (const auto i : of_unit->held) {
+      const auto& parameter = of_unit->unit.parameters[i];
       for (const char* when : {"before", "after"}) {
         std::string ranks;
         for (std::int64_t row = 0; row < all.size(0); ++row) {

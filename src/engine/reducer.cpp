@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "base/copies.h"
+#include "comm/mesh/ranks.h"
 #include "comm/parts.h"
 #include "engine/gradient_usage.h"
 #include "engine/tensor_bytes.h"
@@ -24,7 +26,73 @@ constexpr std::size_t kLiveGradients = 2;
 /// Bytes of a gradient up to which a GPU takes less time to copy it than a host to launch that. Larger ones are copied, and freed, at once.
 constexpr std::int64_t kCopiedTogether = std::int64_t{4} << 20;
 
+/// The sub-buffers of a unit that are reduced together.
+std::vector<std::vector<std::size_t>> reduced_together(const Unit& unit) {
+  std::vector<std::vector<std::size_t>> divided;
+  std::vector<std::size_t> rest;
+  for (std::size_t k = 0; k < unit.layout.trainable_sub_buffers(); ++k) {
+    const auto numel = unit.layout.sub_buffers()[k].shard_numel * unit.layout.world_size();
+    const bool is_large = numel * static_cast<std::int64_t>(c10::elementSize(unit.formats[k].compute)) >= reduced_alone();
+    if (is_large) divided.push_back({k});
+    if (!is_large) rest.push_back(k);
+  }
+  if (!rest.empty()) divided.insert(divided.begin(), std::move(rest));
+  return divided;
+}
+
 }  // namespace
+
+void Reducer::add(Unit& unit) {
+  gradients_.push_back(std::make_unique<GradientAccumulator>(unit));
+  divided_ = false;
+  index_units();
+}
+
+void Reducer::forget_units() {
+  gradients_.clear();
+  by_unit_.clear();
+}
+
+void Reducer::index_units() {
+  by_unit_.clear();
+  for (const auto& gradients : gradients_) {
+    const auto index = gradients->unit.place.index;
+    if (by_unit_.size() <= index) by_unit_.resize(index + 1);
+    by_unit_[index].push_back(gradients.get());
+  }
+}
+
+/// [Large parameters do not wait] Which units enclose others is known when all have been added. Those that have gradients are not divided.
+void Reducer::divide_units() {
+  if (std::exchange(divided_, true)) return;
+  std::unordered_set<const Unit*> enclosing;
+  for (const auto& gradients : gradients_) enclosing.insert(gradients->unit.place.parent);
+  std::vector<std::unique_ptr<GradientAccumulator>> divided;
+  for (auto& gradients : gradients_) {
+    Unit& unit = gradients->unit;
+    const bool is_idle = gradients->state == GradientState::kNone && !gradients->valid && !gradients->partial.is_held;
+    const auto parts = reduced_together(unit);
+    if (!enclosing.contains(&unit) || !is_idle || gradients->is_part || unit.replicated_gradients() || parts.size() < 2) {
+      divided.push_back(std::move(gradients));
+      continue;
+    }
+    for (const auto& sub_buffers : parts) {
+      divided.push_back(std::make_unique<GradientAccumulator>(unit, sub_buffers));
+      divided.back()->departures.reduced_at = kLastDeparture;
+    }
+  }
+  gradients_ = std::move(divided);
+  index_units();
+}
+
+GradientAccumulator& Reducer::of(const Unit& unit, std::size_t parameter) const {
+  const auto& parts = by_unit_[unit.place.index];
+  if (parts.size() == 1) return *parts.front();
+  const auto k = unit.layout.positions()[parameter].sub_buffer;
+  return **std::find_if(parts.begin(), parts.end(), [k](const GradientAccumulator* part) {
+    return std::find(part->sub_buffers.begin(), part->sub_buffers.end(), k) != part->sub_buffers.end();
+  });
+}
 
 // Functions that take gradients from autograd into a buffer.
 
@@ -33,17 +101,27 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
     throw Error("parameter '" + unit.parameters[parameter].name + "' of unit '" + unit.name +
                 "' got a sparse gradient; flat shards are dense: build its embedding with sparse(false)");
   }
-  auto& gradients = of(unit);
+  auto& gradients = of(unit, parameter);
   // The buffer may be under reduction. A gradient that comes now is reduced at the end of backward; from the next backward on, the unit is
   // reduced at a later departure.
   while (gradients.state == GradientState::kReducing) complete_oldest_inner();
   if (gradients.state == GradientState::kNone) acquire(gradients);
   auto& target = gradients.parameters[parameter];
+  if (gradients.collected_in == CollectedIn::kComputed) {
+    const bool fits = !target.seen && gradient.scalar_type() == gradients.computed->views[parameter].scalar_type();
+    gradients.arrived_twice = gradients.arrived_twice || !fits || target.contributed;
+    if (!fits && gradients.sent_in == SentIn::kComputeDtype) {
+      gradients.unexpected.push_back({parameter, gradient.clone()});
+      gradients.departures.last_gradient = gradients.departures.count + 1;
+      return;
+    }
+    if (!fits) convert_collected(gradients);
+  }
   const auto& view = gradients.collected().views[parameter];
   if (target.seen) {
     gradients.arrived.copy();
     view.add_(gradient);
-  } else if (options_.copies_together && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
+  } else if (options_.on_stream && static_cast<std::int64_t>(view.nbytes()) <= kCopiedTogether) {
     gradients.arrived.add(parameter, view, gradient);
   } else if (!copy_bytes(gradient, view)) {
     view.copy_(gradient);
@@ -55,10 +133,18 @@ void Reducer::collect(Unit& unit, std::size_t parameter, const at::Tensor& gradi
 }
 
 void Reducer::acquire(GradientAccumulator& gradients) {
+  const bool synchronizes = gradients.unit.options.requires_gradient_sync;
+  const bool as_computed = gradients.computed && gradients.sent_in != SentIn::kWireDtype && !gradients.adds_up;
+  acquire_buffer(gradients, !synchronizes ? CollectedIn::kLocal : as_computed ? CollectedIn::kComputed : CollectedIn::kWire);
+  gradients.state = GradientState::kCollecting;
+  collecting_.push_back(&gradients);
+}
+
+void Reducer::acquire_buffer(GradientAccumulator& gradients, CollectedIn collected_in) {
   Unit& unit = gradients.unit;
-  gradients.collected_in = unit.options.requires_gradient_sync ? CollectedIn::kWire : CollectedIn::kLocal;
+  gradients.collected_in = collected_in;
   auto& buffer = gradients.collected();
-  const bool fits_main = unit.replicated_gradients() && &buffer == &gradients.local();
+  const bool fits_main = unit.replicated_gradients() && !gradients.is_part && &buffer == &gradients.local();
   if (fits_main && !unit.main_gradient.valid && !under_way(gradients) && !aside_) {
     // Nothing to add to: gradients are collected, and later reduced, in their final place.
     gradients.collected_in = CollectedIn::kMain;
@@ -68,20 +154,39 @@ void Reducer::acquire(GradientAccumulator& gradients) {
     // If a unit's gradients come without an entry (because backward does not need the weights of a first layer), there was no departure to
     // it, and the unit before it may still be collecting.
     const auto collecting = std::count_if(collecting_.begin(), collecting_.end(), [&](const GradientAccumulator* other) {
-      return reduced_on_departure(*other, other->departures.count + 1) && !related(other->unit, unit);
+      const bool stays = !gradients.is_part && related(other->unit, unit);
+      return reduced_on_departure(*other, other->departures.count + 1) && !stays;
     });
     while (inner_under_way() > 0 && inner_under_way() + static_cast<std::size_t>(collecting) >= kLiveGradients) complete_oldest_inner();
     buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
   }
   // Padding reaches gradient norms and optimizer segments: it must be zero, not what the slot held before.
   for (const auto& stretch : buffer.padding) zero_bytes(stretch);
-  gradients.state = GradientState::kCollecting;
-  collecting_.push_back(&gradients);
+}
+
+/// From gradients as they were computed to the wire's dtype, in which others can be added to them.
+void Reducer::convert_collected(GradientAccumulator& gradients) {
+  auto& computed = *gradients.computed;
+  gradients.arrived.copy();
+  acquire_buffer(gradients, CollectedIn::kWire);
+  Copies conversions;
+  for (const auto k : gradients.sub_buffers) conversions.add(gradients.collected().parts[k], computed.parts[k]);
+  conversions.run();
+  computed.release();
+}
+
+void Reducer::collect_unexpected(GradientAccumulator& gradients) {
+  if (gradients.unexpected.empty()) return;
+  gradients.sent_in = SentIn::kWireDtype;  // The exchange of usage tells the other ranks.
+  const int last_gradient = gradients.departures.last_gradient;
+  for (const auto& [parameter, gradient] : std::exchange(gradients.unexpected, {})) collect(gradients.unit, parameter, gradient);
+  gradients.departures.last_gradient = last_gradient;
 }
 
 // Functions that decide when reductions begin.
 
 void Reducer::begin_backward(bool reduces_on_departure) {
+  divide_units();
   reduces_on_departure_ = reduces_on_departure;
   expects_ = reduces_on_departure;
   entered_.clear();
@@ -89,10 +194,17 @@ void Reducer::begin_backward(bool reduces_on_departure) {
   for (const auto& gradients : gradients_) {
     gradients->departures.count = 0;
     gradients->departures.last_gradient = 0;
+    gradients->adds_up = gradients->adds_up || !gradients->unit.options.requires_gradient_sync;
   }
 }
 
 void Reducer::enter(Unit& unit) {
+  for (const Unit* entered : entered_) {
+    if (entered == &unit || !encloses(*entered, unit)) continue;
+    for (auto* gradients : by_unit_[entered->place.index]) {
+      if (gradients->is_part) depart_from(*gradients);  // [Large parameters do not wait]
+    }
+  }
   if (unit.trainable() && std::find(entered_.begin(), entered_.end(), &unit) == entered_.end()) entered_.push_back(&unit);
 }
 
@@ -107,12 +219,15 @@ void Reducer::depart_to(const Unit& destination, std::span<Unit* const> together
     if (related(unit, destination) || std::find(together.begin(), together.end(), &unit) != together.end()) continue;
     entered_.erase(entered_.begin() + static_cast<std::ptrdiff_t>(i));
     if (pass == Pass::kForward) interrupted_.push_back(&unit);
-    auto& gradients = of(unit);
-    ++gradients.departures.count;
-    if (!reduced_on_departure(gradients, gradients.departures.count)) continue;
-    if (gradients.state == GradientState::kNone) acquire(gradients);  // This rank has no gradient: it counts as zero.
-    reduce(gradients);
+    for (auto* gradients : by_unit_[unit.place.index]) depart_from(*gradients);
   }
+}
+
+void Reducer::depart_from(GradientAccumulator& gradients) {
+  ++gradients.departures.count;
+  if (!reduced_on_departure(gradients, gradients.departures.count)) return;
+  if (gradients.state == GradientState::kNone) acquire(gradients);  // This rank has no gradient: it counts as zero.
+  reduce(gradients);
 }
 
 /// The unit is reduced when backward departs from it for the n-th time.
@@ -141,14 +256,15 @@ void Reducer::finish() {
         gradients->departures.count >= gradients->departures.reduced_at && gradients->departures.reduced_at < kLastDeparture;
     gradients->reduced_unasked = expects && gradients->left_to_end && !departed && gradients->unit.options.requires_gradient_sync;
     if (gradients->reduced_unasked) reduce_at_end(*gradients);
+    collect_unexpected(*gradients);
   }
-  std::vector<bool> unreduced(gradients_.size(), false);
+  std::unordered_set<const GradientAccumulator*> unreduced;
   for (const auto& group : neighbours) {
-    for (const auto* gradients : exchange_usage(group)) unreduced[gradients->unit.place.index] = true;
+    for (const auto* gradients : exchange_usage(group)) unreduced.insert(gradients);
   }
   for (const auto& gradients : gradients_) {
     const Unit& unit = gradients->unit;
-    if (unreduced[unit.place.index]) {
+    if (unreduced.contains(gradients.get())) {
       reduce_at_end(*gradients);
     } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->partial.is_held &&
                !under_way(*gradients)) {
@@ -180,12 +296,13 @@ void Reducer::report_nan() const {
 // [Order is collective] Reductions begin at moments that all ranks share, and so do later hops of those before: all but the newest go on.
 void Reducer::reduce(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
+  agree_on_dtype(gradients);
   auto& buffer = gradients.collected();
   // What has added up may be reduced in its place.
-  const bool may_lend = gradients.collected_in == CollectedIn::kWire && gradients.state == GradientState::kCollecting &&
-                        !options_.report_nan && !pool_.has_source();
+  const bool travels = gradients.collected_in == CollectedIn::kComputed || gradients.collected_in == CollectedIn::kWire;
+  const bool may_lend = travels && gradients.state == GradientState::kCollecting && !options_.report_nan && !pool_.has_source();
   if (gradients.arrived.settle(unit.layout, buffer, may_lend)) buffer.release();
-  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+  for (const auto i : gradients.held) {
     auto& parameter = gradients.parameters[i];
     if (unit.parameters[i].trainable && !parameter.seen) zero_bytes(buffer.views[i]);
     if (options_.report_nan && parameter.seen) {
@@ -194,12 +311,12 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     }
     parameter.seen = false;
   }
-  while (inner_under_way() >= kLiveGradients)
-    complete_oldest_inner();  // needed for gradients that are collected in place, for which nothing has waited yet
-  if (&buffer != &gradients.wire) {
+  // [Two live gradients] Also of gradients that are collected in place, for which nothing has waited yet.
+  while (inner_under_way() >= (options_.on_stream ? 1 : kLiveGradients)) complete_oldest_inner();
+  if (&buffer != &gradients.sent()) {
     gradients.wire.acquire(pool_, memory::Kind::kUnreducedGradients);
     Copies conversions;
-    for (std::size_t k = 0; k < buffer.parts.size(); ++k) conversions.add(gradients.wire.parts[k], buffer.parts[k]);
+    for (const auto k : gradients.sub_buffers) conversions.add(gradients.wire.parts[k], buffer.parts[k]);
     conversions.run();
     if (gradients.collected_in == CollectedIn::kMain) memory::detach(*buffer.storage.unsafeGetStorageImpl());
     buffer.release();
@@ -214,14 +331,28 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient.memory &&
                         !gradients.own_local && !unit.offloaded();
   gradients.state = GradientState::kReducing;
+  gradients.adds_up = false;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
   begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
   if (!overlaps_) drain();
 }
 
+/// [Sent as computed] Each rank knows only of its own gradients how they arrived.
+void Reducer::agree_on_dtype(GradientAccumulator& gradients) {
+  if (!gradients.agrees_on_dtype || gradients.adds_up) return;
+  const bool as_computed = gradients.collected_in == CollectedIn::kComputed;
+  if (gradients.sent_in == SentIn::kUndecided && !aside_) {
+    const Unit& unit = gradients.unit;
+    const bool agreed = comm::Ranks({unit.communicators.outer, unit.communicators.reduce})
+                            .agree(as_computed, unit.label("agreement on the dtype in which gradients are sent"));
+    gradients.sent_in = agreed ? SentIn::kComputeDtype : SentIn::kWireDtype;
+  }
+  if (as_computed && gradients.sent_in == SentIn::kWireDtype) convert_collected(gradients);
+}
+
 void Reducer::show_collected(const GradientAccumulator& gradients) {
   std::vector<at::Tensor> unreduced;
-  for (std::size_t k = 0; k < gradients.wire.parts.size(); ++k) unreduced.push_back(gradients.unreduced(k));
+  for (std::size_t k = 0; k < gradients.sent().parts.size(); ++k) unreduced.push_back(gradients.unreduced(k));
   observer_->collected(gradients.unit, unreduced, gradients.state == GradientState::kCollecting);
 }
 
@@ -266,25 +397,34 @@ void Reducer::drain() {
 // Rehearsals.
 
 void Reducer::begin_observation() {
+  divide_units();
   predicted_.clear();
   for (const auto& gradients : gradients_) {
-    predicted_.push_back({.reduced_at = gradients->departures.reduced_at, .left_to_end = gradients->left_to_end});
+    predicted_.push_back({.reduced_at = gradients->departures.reduced_at,
+                          .left_to_end = gradients->left_to_end,
+                          .sent_in = gradients->sent_in,
+                          .adds_up = gradients->adds_up});
   }
 }
 
 void Reducer::begin_rehearsal() {
   aside_ = {.gradients = std::exchange(gradients_, {}), .collecting = std::exchange(collecting_, {}), .expects = expects_};
-  for (const auto& kept : aside_->gradients) {
-    auto& fresh = *gradients_.emplace_back(std::make_unique<GradientAccumulator>(kept->unit));
-    const auto& predicted = predicted_[kept->unit.place.index];
+  for (std::size_t i = 0; i < aside_->gradients.size(); ++i) {
+    const auto& kept = aside_->gradients[i];
+    auto& fresh = *gradients_.emplace_back(std::make_unique<GradientAccumulator>(kept->unit, kept->sub_buffers));
+    const auto& predicted = predicted_[i];
     fresh.departures.reduced_at = predicted.reduced_at;
     fresh.left_to_end = predicted.left_to_end;
+    fresh.sent_in = predicted.sent_in == SentIn::kUndecided ? kept->sent_in : predicted.sent_in;
+    fresh.adds_up = predicted.adds_up;
   }
+  index_units();
 }
 
 void Reducer::end_rehearsal() {
   drop();
   gradients_ = std::move(aside_->gradients);
+  index_units();
   collecting_ = std::move(aside_->collecting);
   expects_ = aside_->expects;
   aside_.reset();
@@ -299,7 +439,9 @@ void Reducer::release_unreduced(GradientAccumulator& gradients) {
   gradients.arrived.clear();
   gradients.wire.release();
   if (gradients.own_local) gradients.own_local->release();
+  if (gradients.computed) gradients.computed->release();
   gradients.staging.release();
+  gradients.computed_staging.release();
   gradients.state = GradientState::kNone;
 }
 
@@ -330,6 +472,7 @@ void Reducer::drop() {
       parameter.has_nan.reset();
       parameter.contributed = false;
     }
+    gradients->unexpected.clear();
   }
 }
 

@@ -28,15 +28,17 @@ class Reducer {
   struct Options {
     std::int64_t rank = 0;         ///< For error messages.
     bool report_nan = false;       ///< Reductions look for NaN first: see report_nan().
-    bool copies_together = false;  ///< Small gradients wait for each other, as on GPUs, where a copy takes longer to launch than to run.
+    /// Streams wait for collectives, and not the host, as on GPUs. Small gradients wait for each other, because a copy takes longer to launch
+    /// than to run, and a reduction for the one before.
+    bool on_stream = false;
   };
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)
       : device_(device), pool_(pool), accounting_(accounting), options_(options) {}
 
   /// Adds a unit. Units are added in the order of their indices.
-  void add(Unit& unit) { gradients_.push_back(std::make_unique<GradientAccumulator>(unit)); }
+  void add(Unit& unit);
   /// Removes all units. No reduction of theirs may be under way.
-  void forget_units() { gradients_.clear(); }
+  void forget_units();
 
   /// Null: nobody observes.
   void set_observer(StepObserver* observer) { observer_ = observer; }
@@ -112,6 +114,8 @@ class Reducer {
   struct Prediction {
     int reduced_at;
     bool left_to_end;
+    SentIn sent_in;
+    bool adds_up;
   };
 
   /// Gradients from before a rehearsal.
@@ -121,11 +125,18 @@ class Reducer {
     bool expects;
   };
 
-  GradientAccumulator& of(const Unit& unit) { return *gradients_[unit.place.index]; }
+  void depart_from(GradientAccumulator& gradients);
+  void divide_units();
+  void index_units();
+  GradientAccumulator& of(const Unit& unit, std::size_t parameter) const;
   bool reduced_on_departure(const GradientAccumulator& gradients, int n) const;
   bool under_way(const GradientAccumulator& gradients) const;
   static std::optional<Hop> next_hop(const Reduction& reduction);
   void acquire(GradientAccumulator& gradients);
+  void acquire_buffer(GradientAccumulator& gradients, CollectedIn collected_in);
+  void convert_collected(GradientAccumulator& gradients);
+  void collect_unexpected(GradientAccumulator& gradients);
+  void agree_on_dtype(GradientAccumulator& gradients);
   void allocate_main_gradient(Unit& unit);
   void release_main_gradient(Unit& unit);
   void allocate_reduced(GradientAccumulator& gradients);
@@ -158,14 +169,16 @@ class Reducer {
   bool reduces_on_departure_ = true;
   bool expects_ = false;  ///< A backward for all leaves has begun since the last finish().
   bool overlaps_ = true;
-  std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // by Unit::index
+  std::vector<std::unique_ptr<GradientAccumulator>> gradients_;  // in the order of units
+  std::vector<std::vector<GradientAccumulator*>> by_unit_;       // by Unit::index
+  bool divided_ = false;                                         // since the last unit was added
   std::vector<GradientAccumulator*> collecting_;
   std::vector<Unit*> entered_;        // by the backward proper, and not departed from
   std::vector<Unit*> interrupted_;    // departed from for a repeated forward, which may come back to them
   std::deque<Reduction> reductions_;  // in the order of their start
   StepObserver* observer_ = nullptr;
   std::optional<SetAside> aside_;      // in a rehearsal
-  std::vector<Prediction> predicted_;  // by Unit::index, when the observed microbatch began
+  std::vector<Prediction> predicted_;  // of each of gradients_, when the observed microbatch began
 };
 
 }  // namespace fsdp::engine

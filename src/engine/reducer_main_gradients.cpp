@@ -45,8 +45,8 @@ void Reducer::allocate_reduced(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   if (!unit.offloaded()) return allocate_main_gradient(unit);
   gradients.reduced_buffer.acquire(pool_, memory::Kind::kCommunication);
-  if (!unit.main_gradient.valid) return;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  if (!gradients.valid) return;
+  for (const auto k : gradients.sub_buffers) {
     gradients.reduced[k].copy_(unit.main_gradient.parts[k], /*non_blocking=*/true);
   }
 }
@@ -56,13 +56,19 @@ void Reducer::deliver(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   if (unit.offloaded()) {
     allocate_main_gradient(unit);
-    for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+    for (const auto k : gradients.sub_buffers) {
       unit.main_gradient.parts[k].copy_(gradients.reduced[k], /*non_blocking=*/true);
       copies_to_host_ = true;
     }
     gradients.reduced_buffer.release();
   }
-  unit.main_gradient.valid = true;
+  gradients.valid = true;
+  if (std::exchange(unit.main_gradient.valid, true)) return;
+  // Parts that no rank has a gradient of are zero.
+  for (auto* other : by_unit_[unit.place.index]) {
+    if (other->valid || under_way(*other)) continue;
+    for (const auto k : other->sub_buffers) zero_bytes(unit.main_gradient.buffer.parts[k]);
+  }
 }
 
 bool Reducer::has_gradients() const {
@@ -77,6 +83,7 @@ void Reducer::zero_grad() {
     gradients->partial.is_held = false;
     gradients->partial.buffer.release();
     for (auto& parameter : gradients->parameters) parameter.partial = false;
+    gradients->adds_up = false;
     release_main_gradient(unit);
   }
 }
@@ -84,6 +91,7 @@ void Reducer::zero_grad() {
 /// The unit has no main gradients any more. Their memory goes with its last owner.
 void Reducer::release_main_gradient(Unit& unit) {
   unit.main_gradient.valid = false;
+  for (auto* gradients : by_unit_[unit.place.index]) gradients->valid = false;
   for (auto& parameter : unit.parameters) parameter.has_gradient = false;
   if (!unit.main_gradient.memory) return;
   memory::detach(*unit.main_gradient.buffer.storage.unsafeGetStorageImpl());

@@ -43,38 +43,40 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   const Unit& unit = gradients.unit;
   RECORD_USER_SCOPE("FSDP::post_backward_reduce (" + unit.name + ")");
   const bool has_outer = unit.communicators.outer != nullptr;
-  const bool accumulate = has_outer ? gradients.partial.is_held : unit.main_gradient.valid;
+  const bool accumulate = has_outer ? gradients.partial.is_held : gradients.valid;
   if (has_outer) {
     gradients.partial.buffer.acquire(pool_, memory::Kind::kUnreducedGradients);
   } else if (!in_place) {
     allocate_reduced(gradients);
   }
-  gradients.staging.acquire(pool_, memory::Kind::kCommunication);
+  gradients.receives().acquire(pool_, memory::Kind::kCommunication);
   std::vector<comm::ReducePart> parts;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     const auto unreduced = gradients.unreduced(k);
+    const auto wire_dtype = unit.formats[k].wire_gradient;
     parts.push_back({.unreduced = unreduced,
-                     .staging = gradients.staging.parts[k],
+                     .staging = gradients.receives().parts[k],
                      .out = has_outer  ? gradients.partial_shards(k)
                             : in_place ? region(unreduced, unit.all_pieces(), unit.inner_pieces())
                                        : inner_region(gradients, k),
                      .accumulate = accumulate,
-                     .rounded = !has_outer && unit.formats[k].rounds_sums});
+                     .rounded = !has_outer && unit.formats[k].rounds_sums && unreduced.scalar_type() == wire_dtype,
+                     .sum_dtype = wire_dtype});
   }
-  if (observer_ != nullptr) observer_->reduces(unit, *unit.communicators.reduce, parts, unit.gradient_scale());
+  if (observer_ != nullptr) observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.reduce, parts, unit.gradient_scale());
   return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
 }
 
 /// Reduces `partial` into the main gradients, or into this replica's share of `partial`.
 std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
-  const bool accumulate = unit.main_gradient.valid;
+  const bool accumulate = gradients.valid;
   if (unit.outer_cuts()) allocate_reduced(gradients);
   gradients.partial.wire.acquire(pool_, memory::Kind::kCommunication);
   gradients.partial.staging.acquire(pool_, memory::Kind::kCommunication);
   std::vector<comm::ReducePart> parts;
   Copies conversions;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     const auto& partial = gradients.partial.buffer.parts[k];
     const auto& wire = gradients.partial.wire.parts[k];
     if (wire.defined()) conversions.add(wire, partial);
@@ -85,7 +87,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
                      .rounded = unit.formats[k].rounds_sums});
   }
   conversions.run();
-  if (observer_ != nullptr) observer_->reduces(unit, *unit.communicators.outer, parts, 1.0);
+  if (observer_ != nullptr) observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.outer, parts, 1.0);
   return unit.communicators.outer->reduce_scatter(parts, 1.0, unit.label("outer reduce-scatter"));
 }
 
@@ -93,7 +95,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
 std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   std::vector<comm::GatherPart> parts;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     parts.push_back(unit.outer_cuts() ? comm::GatherPart{.full = inner_region(gradients, k), .shard = own_piece(gradients, k)}
                                       : comm::GatherPart{.full = gradients.partial.buffer.parts[k], .shard = gradients.own_share(k)});
   }
@@ -104,7 +106,7 @@ std::unique_ptr<comm::Pending> Reducer::gather_over_outer_ranks(const GradientAc
 std::unique_ptr<comm::Pending> Reducer::gather_over_inner_ranks(const GradientAccumulator& gradients) {
   const Unit& unit = gradients.unit;
   std::vector<comm::GatherPart> parts;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     parts.push_back({.full = gradients.reduced[k], .shard = inner_region(gradients, k)});
   }
   return unit.communicators.reduce->all_gather(parts, unit.label("all-gather of gradients"));
@@ -114,7 +116,7 @@ void Reducer::complete(Reduction& reduction) {
   if (!reduction.pending) return;
   reduction.pending->wait_unconfirmed();
   reduction.pending.reset();
-  if (observer_ != nullptr) observer_->reduced(reduction.gradients->unit);
+  if (observer_ != nullptr) observer_->reduced(reduction.gradients->unit, reduction.gradients->sub_buffers.front());
   auto& gradients = *reduction.gradients;
   const bool has_outer = gradients.unit.communicators.outer != nullptr;
   if (reduction.hop == Hop::kInnerReduce) {
@@ -135,16 +137,15 @@ void Reducer::complete(Reduction& reduction) {
 
 /// The sums of replicas that do not cut shards become the main gradients, or are added to them.
 void Reducer::take_sums(GradientAccumulator& gradients) {
-  const Unit& unit = gradients.unit;
   allocate_reduced(gradients);
   std::vector<at::Tensor> regions;
   std::vector<at::Tensor> sums;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     regions.push_back(inner_region(gradients, k));
     sums.push_back(gradients.partial_shards(k));
   }
   // One kernel for all of the unit.
-  unit.main_gradient.valid ? at::_foreach_add_(regions, sums) : at::_foreach_copy_(regions, sums);
+  gradients.valid ? at::_foreach_add_(regions, sums) : at::_foreach_copy_(regions, sums);
   gradients.partial.buffer.release();
 }
 
@@ -154,7 +155,7 @@ void Reducer::take_result(GradientAccumulator& gradients) {
   gradients.staging.release();
   allocate_main_gradient(unit);
   Copies results;
-  for (std::size_t k = 0; k < gradients.reduced.size(); ++k) {
+  for (const auto k : gradients.sub_buffers) {
     results.add(unit.main_region(gradients.reduced[k], unit.inner_pieces()),
                 region(gradients.wire.parts[k], unit.all_pieces(), unit.inner_pieces()));
   }

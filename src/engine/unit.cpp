@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <utility>
 
@@ -260,6 +261,16 @@ bool encloses(const Unit& outer, const Unit& inner) {
   }
   return false;
 }
+
+namespace {
+
+std::atomic<std::int64_t> bytes_reduced_alone = std::int64_t{8} << 20;
+
+}  // namespace
+
+std::int64_t reduced_alone() { return bytes_reduced_alone.load(std::memory_order_relaxed); }
+
+void set_reduced_alone(std::int64_t bytes) { bytes_reduced_alone = bytes; }
 
 bool related(const Unit& a, const Unit& b) {
   const auto has_called = [](const Unit& caller, const Unit& unit) {

@@ -55,6 +55,12 @@ enum class UseState : std::uint8_t {
   kKept,      ///< As kLeft, and present: chosen by a memory budget, or within keep_gathered_bytes.
 };
 
+/// [Large parameters do not wait] Bytes of gradients, in the dtype of the computation, from which a sub-buffer of a unit that encloses
+/// others is reduced by itself: so many are worth a collective of their own.
+std::int64_t reduced_alone();
+/// For tests, whose models are small.
+void set_reduced_alone(std::int64_t bytes);
+
 /// True if `next` may follow `now`.
 bool may_follow(UseState now, UseState next);
 

@@ -78,12 +78,15 @@ void MicrobatchRecord::collected(const engine::Unit& unit, std::span<const at::T
     record.unreduced = 0;
     return;
   }
-  for (std::size_t k = 0; k < unreduced.size(); ++k) record.unreduced = with_digest(record.unreduced, digest(unreduced[k]), k);
+  for (std::size_t k = 0; k < unreduced.size(); ++k) {
+    if (unreduced[k].defined()) record.unreduced = with_digest(record.unreduced, digest(unreduced[k]), k);
+  }
 }
 
 // [Order is collective] All ranks are here at the same moment, so the reduction is made once more, into other memory, before the real one.
 // Sums are in the order of the ranks, so that both have the same bits.
-void MicrobatchRecord::reduces(const engine::Unit& unit, comm::Communicator& ranks, std::span<const comm::ReducePart> parts, double scale) {
+void MicrobatchRecord::reduces(const engine::Unit& unit, std::size_t sub_buffer, comm::Communicator& ranks,
+                               std::span<const comm::ReducePart> parts, double scale) {
   if (reductions_ == Reductions::kOnce || ranks.is_alone()) return;
   const at::NoGradGuard no_grad;
   std::vector<comm::ReducePart> again;
@@ -95,12 +98,12 @@ void MicrobatchRecord::reduces(const engine::Unit& unit, comm::Communicator& ran
   }
   const auto unreduced = digest_of_all(parts, &comm::ReducePart::unreduced);
   ranks.reduce_scatter(again, scale, unit.label("reduce-scatter for a check"))->wait();
-  running_[unit.place.index] = {
+  running_[{unit.place.index, sub_buffer}] = {
       .parts = {parts.begin(), parts.end()}, .sums = digest_of_all(again, &comm::ReducePart::out), .unreduced = unreduced};
 }
 
-void MicrobatchRecord::reduced(const engine::Unit& unit) {
-  const auto running = std::exchange(running_[unit.place.index], {});
+void MicrobatchRecord::reduced(const engine::Unit& unit, std::size_t sub_buffer) {
+  const auto running = std::exchange(running_[{unit.place.index, sub_buffer}], {});
   if (running.parts.empty()) return;
   const at::NoGradGuard no_grad;
   auto& record = units_[unit.place.index];

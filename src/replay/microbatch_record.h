@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/step_observer.h"
@@ -34,14 +36,15 @@ enum class Reductions : std::uint8_t { kOnce, kTwice };
 class MicrobatchRecord final : public engine::StepObserver {
  public:
   MicrobatchRecord(std::span<const std::unique_ptr<engine::Unit>> units, Reductions reductions)
-      : units_(units.size()), running_(units.size()), reductions_(reductions) {}
+      : units_(units.size()), reductions_(reductions) {}
 
   void entered(const engine::Unit& unit) override;
   void frees(const engine::Unit& unit) override;
   void arrived(const engine::Unit& unit, std::size_t parameter, const at::Tensor& gradient) override;
   void collected(const engine::Unit& unit, std::span<const at::Tensor> unreduced, bool of_one_backward) override;
-  void reduces(const engine::Unit& unit, comm::Communicator& ranks, std::span<const comm::ReducePart> parts, double scale) override;
-  void reduced(const engine::Unit& unit) override;
+  void reduces(const engine::Unit& unit, std::size_t sub_buffer, comm::Communicator& ranks, std::span<const comm::ReducePart> parts,
+               double scale) override;
+  void reduced(const engine::Unit& unit, std::size_t sub_buffer) override;
 
   const UnitRecord& of(std::size_t unit) const { return units_[unit]; }
 
@@ -56,7 +59,7 @@ class MicrobatchRecord final : public engine::StepObserver {
   };
 
   std::vector<UnitRecord> units_;
-  std::vector<Running> running_;
+  std::map<std::pair<std::size_t, std::size_t>, Running> running_;  ///< By unit and first sub-buffer.
   std::int64_t with_gradients_ = 0;  ///< Units.
   const Reductions reductions_;
 };

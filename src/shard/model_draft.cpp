@@ -9,6 +9,7 @@
 #include <iomanip>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -216,19 +217,27 @@ std::int64_t narrowest_itemsize(const engine::SubBufferFormat& format) {
   return narrowest;
 }
 
-UnitDraft draft_unit(const UnitPlan& plan, const FullyShardOptions& options,
+/// `encloses`: whether other units lie within it.
+UnitDraft draft_unit(const UnitPlan& plan, bool encloses, const FullyShardOptions& options,
                      const std::unordered_map<std::string, std::size_t>& positions) {
   std::vector<layout::ParameterTraits> specs;
   std::vector<engine::UnitParameter> parameters;
   std::vector<engine::SubBufferFormat> kinds;  // Parameters share a sub-buffer only if all dtypes of their lives are the same.
+  std::vector<engine::SubBufferFormat> kinds_of_large;
   for (const auto& [name, parameter] : plan.parameters) {
     const auto format = format_of(name, parameter, options, plan.settings);
     auto kind = std::find(kinds.begin(), kinds.end(), format);
     if (kind == kinds.end()) kind = kinds.insert(kinds.end(), format);
+    auto key = static_cast<std::int32_t>(kind - kinds.begin());
+    // [Large parameters do not wait] Each has a sub-buffer of its own.
+    if (encloses && parameter.numel() * static_cast<std::int64_t>(c10::elementSize(format.compute)) >= engine::reduced_alone()) {
+      kinds_of_large.push_back(format);
+      key = -static_cast<std::int32_t>(kinds_of_large.size());
+    }
     const auto block = format.gather ? format.gather->block : 1;
     specs.push_back({.name = name,
                      .shape = parameter.sizes().vec(),
-                     .dtype = static_cast<std::int32_t>(kind - kinds.begin()),
+                     .dtype = key,
                      .itemsize = static_cast<std::int64_t>(c10::elementSize(format.main)),
                      .trainable = parameter.requires_grad(),
                      .granularity = options.granularity ? options.granularity(name, parameter) : Granularity{},
@@ -246,7 +255,10 @@ UnitDraft draft_unit(const UnitPlan& plan, const FullyShardOptions& options,
   }
   layout::UnitLayout layout(std::move(specs), plan.settings.mesh.size());
   std::vector<engine::SubBufferFormat> formats;
-  for (const auto& part : layout.sub_buffers()) formats.push_back(kinds[static_cast<std::size_t>(part.dtype)]);
+  for (const auto& part : layout.sub_buffers()) {
+    formats.push_back(part.dtype < 0 ? kinds_of_large[static_cast<std::size_t>(-part.dtype - 1)]
+                                     : kinds[static_cast<std::size_t>(part.dtype)]);
+  }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& part = layout.sub_buffers()[layout.positions()[i].sub_buffer];
     const auto& gather = formats[layout.positions()[i].sub_buffer].gather;
@@ -424,7 +436,11 @@ void draft_model(const torch::nn::Module& module, const FullyShardOptions& optio
   refuse_overlaps(draft.plans);
   std::unordered_map<std::string, std::size_t> positions;
   for (const auto& item : module.named_parameters()) positions.emplace(item.key(), positions.size());
-  for (const auto& plan : draft.plans) draft.units.push_back(draft_unit(plan, options, positions));
+  std::set<std::size_t> enclosing;
+  for (const auto& plan : draft.plans) enclosing.insert(plan.parent);
+  for (std::size_t k = 0; k < draft.plans.size(); ++k) {
+    draft.units.push_back(draft_unit(draft.plans[k], enclosing.contains(k), options, positions));
+  }
   draft.description = describe(draft.plans, options) + describe(module, options);
   if (draft.tensor_parallel.defined()) draft.pieces = describe_pieces(draft.plans, options);
 }

@@ -211,6 +211,9 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
   const bool separate = precision.compute != at::kFloat || precision.float8_gather || on_host;
   const bool alone = inner == 1 && !hfsdp && !separate;  // The main parameters are the whole ones.
   const std::int64_t reductions = accumulation.sync ? accumulation.backwards : 1;
+  // [Sent as computed] What has not been added up travels over the inner ranks as autograd made it.
+  const bool adds_up = !accumulation.sync && accumulation.backwards > 1;
+  const auto inner_wire = !adds_up && precision.compute == at::kBFloat16 ? at::kBFloat16 : precision.wire;
   Bytes bytes;
   for (std::size_t u = 0; u < units.size(); ++u) {
     const auto piece = units[u];
@@ -225,7 +228,7 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
     if (hfsdp) bytes.all_gather += kSteps * (outer - 1) * travelling(piece);  // At first, and after each update.
     // Gradients.
     const std::int64_t reduced = kSteps * reductions;
-    bytes.reduce_scatter += reduced * ((inner - 1) * shard + (outer - 1) * piece) * itemsize(precision.wire);
+    bytes.reduce_scatter += reduced * ((inner - 1) * shard * itemsize(inner_wire) + (outer - 1) * piece * itemsize(precision.wire));
     if (outer > 1 && !hfsdp) bytes.all_gather += reduced * (outer - 1) * piece * 4;
     if (!sharded_optimizer) bytes.all_gather += reduced * (inner - 1) * shard * 4;
     // What lives.
@@ -365,6 +368,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 INSTANTIATE_TEST_SUITE_P(Precisions, UnkindMatrix,
                          ::testing::Values(Precision{.name = "Fp32", .policy = false},
+                                           Precision{.name = "Bf16", .compute = at::kBFloat16},
                                            Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16}),
                          [](const auto& info) { return info.param.name; });
 

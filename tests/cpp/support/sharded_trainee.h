@@ -213,6 +213,8 @@ class ShardedTrainee final : public Trainee {
  private:
   void start(const Settings& settings, double shift = 0) {
     settings_ = settings;
+    // Of every other division: each parameter of a unit that encloses others is reduced by itself.
+    engine::set_reduced_alone(settings.division % 2 == 0 ? 0 : std::int64_t{1} << 40);
     optimizer_.reset();
     const auto make = [&] { return ModelBuilder(case_.model).build(); };
     const bool has_values = settings.values != Values::kFromRank0 || rank_ == 0;

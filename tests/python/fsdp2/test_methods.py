@@ -215,6 +215,25 @@ def test_custom_reductions() -> None:
 
 
 @on_ranks(2)
+def test_custom_reductions_add_up_in_reduce_dtype() -> None:
+    """They add up in the dtype that they get: gradients that are computed in bf16 are converted first."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    expected = backward(sharded_net(mp_policy=policy))
+    model, dtypes = sharded_net(mp_policy=policy), []
+
+    class Reduce:
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> Any:
+            dtypes.append(input_tensor.dtype)
+            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+    model.blocks[0].set_custom_reduce_scatter(Reduce())
+    assert all(map(torch.equal, backward(model), expected))
+    assert dtypes == [torch.float32]
+
+
+@on_ranks(2)
 def test_factors_and_buffers() -> None:
     expected = backward(sharded_net())
     model = sharded_net()
