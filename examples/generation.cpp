@@ -1,6 +1,8 @@
 #include "generation.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
@@ -15,7 +17,7 @@ std::int64_t draw(const at::Tensor& logits, double temperature, at::Generator& g
 }  // namespace
 
 std::vector<std::int64_t> generate_tokens(std::vector<std::int64_t> prompt, const GenerationOptions& options, const NextLogits& logits_of) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(options.seed);
   KeyValueCache cache(options.layers, options.context);
   std::vector<std::int64_t> tokens = std::move(prompt);
@@ -26,7 +28,7 @@ std::vector<std::int64_t> generate_tokens(std::vector<std::int64_t> prompt, cons
       cache.clear();
       unseen = options.context / 2;
     }
-    const auto input = torch::tensor(std::vector<std::int64_t>(tokens.end() - unseen, tokens.end())).view({1, unseen});
+    const auto input = at::tensor(std::vector<std::int64_t>(tokens.end() - unseen, tokens.end())).view({1, unseen});
     const auto next = draw(logits_of(input, cache).view({-1}).to(at::kCPU, at::kDouble), options.temperature, generator);
     if (std::find(options.ends.begin(), options.ends.end(), next) != options.ends.end()) break;
     tokens.push_back(next);

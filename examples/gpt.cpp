@@ -1,7 +1,8 @@
 #include "gpt.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <fsdp/activation_checkpoint.h>
-#include <torch/torch.h>
 
 #include <cmath>
 #include <tuple>
@@ -42,7 +43,7 @@ GPTBlockImpl::GPTBlockImpl(const GPTConfig& config)
       attention_out_(register_module("attention_out", linear(config.dim, config.dim))),
       gate_up_(register_module("gate_up", linear(config.dim, 2 * hidden_width(config)))),
       mlp_out_(register_module("mlp_out", linear(hidden_width(config), config.dim))) {
-  torch::NoGradGuard no_grad;
+  at::NoGradGuard no_grad;
   const double residual_std = 0.02 / std::sqrt(2.0 * static_cast<double>(config.layers));
   qkv_->weight.normal_(0, 0.02);
   attention_out_->weight.normal_(0, residual_std);
@@ -78,7 +79,7 @@ GPTImpl::GPTImpl(const GPTConfig& config)
     : config_(config), embedding_(register_module("embedding", torch::nn::Embedding(config.vocab, config.dim))), norm_(nullptr) {
   TORCH_CHECK(config.dim % config.heads == 0 && config.dim / config.heads % 2 == 0, "GPTConfig: dim (", config.dim,
               ") must divide by heads (", config.heads, ") into an even width per head");
-  torch::NoGradGuard no_grad;
+  at::NoGradGuard no_grad;
   embedding_->weight.normal_(0, 0.02);
   blocks_ = register_module("blocks", torch::nn::ModuleList());
   for (std::int64_t i = 0; i < config.layers; ++i) blocks_->push_back(GPTBlock(config));

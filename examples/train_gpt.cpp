@@ -1,8 +1,9 @@
 // Trains a GPT on text, sharded over processes: the project's main program. This file is the loop, to copy and change. What a program of
 // yours would have of its own is in train_gpt/: options, the run's folder, log, progress, plot.
 
-#include <fsdp/fsdp.h>    // sharding, optimizer, checkpoints, ranks on this machine
-#include <torch/torch.h>  // the model
+#include <ATen/Context.h>   // the random seed
+#include <ATen/Parallel.h>  // threads
+#include <fsdp/fsdp.h>      // sharding, optimizer, checkpoints, ranks on this machine
 
 #include <algorithm>
 #include <chrono>
@@ -37,7 +38,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
   };
   if (!all_accept(line, open_run)) return kUsageExitCode;
   const auto mesh = options.outer == 1 ? line : fsdp::init_device_mesh(options.device, {{"dp_outer", options.outer}, {"dp_shard", -1}});
-  torch::manual_seed(options.seed);
+  at::manual_seed(options.seed);
   GPT model(options.model);
   model->to(mesh.device());
   auto sharded = fsdp::fully_shard(*model, sharding_of(options, mesh));

@@ -1,12 +1,12 @@
 #include "train_gpt/evaluate.h"
 
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>
 
 double evaluate(GPT& model, const Corpus& corpus, const Options& options, const fsdp::DeviceMesh& mesh) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const std::int64_t share = (options.eval_sequences + mesh.size() - 1) / mesh.size();
   const std::int64_t total = share * mesh.size();
   double nats = 0;

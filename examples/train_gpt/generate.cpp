@@ -1,7 +1,8 @@
 #include "train_gpt/generate.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <fsdp/fsdp.h>
-#include <torch/torch.h>
 
 #include <chrono>
 #include <iostream>
@@ -24,7 +25,7 @@ void Writer::take_weights(GPT& model) {
     for (const auto& parameter : (*copy_)->named_parameters()) own[parameter.key()] = parameter.value();
     for (const auto& buffer : (*copy_)->named_buffers()) own[buffer.key()] = buffer.value();
   }
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   for (const auto& bucket : fsdp::full_weights(*model, {.ranks = fsdp::WeightReceivers::kFirst})) {
     for (const auto& [name, weight] : bucket.weights) own.at(name).copy_(weight);  // on other ranks, none come
   }

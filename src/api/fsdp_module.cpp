@@ -2,7 +2,9 @@
 
 #include "fsdp/fsdp_module.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 
@@ -116,7 +118,7 @@ void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>&
 }
 
 void FSDPModule::scale_gradients(double factor) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   engine_->main().check_parameters();
   engine_->main().finish_gradient_sync();
   for (const auto& unit : engine_->units()) {
@@ -170,7 +172,7 @@ std::vector<Shard> FSDPModule::gradient_shards() const {
 }
 
 NamedTensors FSDPModule::full_parameters() const {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   engine_->main().flush_writes();
   Ordered<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& unit : engine_->units()) {
@@ -183,7 +185,7 @@ NamedTensors FSDPModule::full_parameters() const {
 }
 
 NamedTensors FSDPModule::full_gradients() const {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   engine_->main().check_parameters();
   engine_->main().finish_gradient_sync();
   Ordered<std::pair<std::string, at::Tensor>> tensors;

@@ -1,7 +1,8 @@
 #include "fsdp/summon_full_params.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <exception>
@@ -38,7 +39,7 @@ void take_values(const at::Tensor& parameter, const at::Tensor& whole, const std
     TORCH_WARN("fsdp: within SummonFullParams, parameter '", name, "' was converted to ", parameter.scalar_type(),
                "; its value is taken over, but its dtype stays ", whole.scalar_type());
   }
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   at::Tensor(whole).copy_(parameter.detach());
 }
 
@@ -63,7 +64,7 @@ SummonFullParams::SummonFullParams(torch::nn::Module& module, SummonOptions opti
                 (options.recurse ? "" : " of its own (recurse is false)") +
                 "; call fsdp::fully_shard on it or its root first, and end the scope of other guards that show the same parameters");
   }
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const c10::InferenceMode no_inference(false);  // the parameters are to be ordinary tensors
   try {
     for (auto& [engine, unit, whole] : summoned_) {

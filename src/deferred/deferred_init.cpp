@@ -1,7 +1,8 @@
 #include "fsdp/deferred_init.h"
 
+#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <unordered_set>
 #include <utility>
@@ -40,7 +41,7 @@ void give_values(const std::vector<at::Tensor>& tensors, c10::Device device) {
     if (DeferredStorage::of(tensor) != nullptr && seen.insert(tensor.unsafeGetTensorImpl()).second) deferred.push_back(tensor);
   }
   for_each_value(deferred, [&](std::size_t index, const at::Tensor& value) {
-    const torch::NoGradGuard no_grad;
+    const at::NoGradGuard no_grad;
     const auto& tensor = deferred[index];
     auto* storage = DeferredStorage::of(tensor);
     storage->session()->home = device;

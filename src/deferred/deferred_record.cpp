@@ -3,8 +3,9 @@
 
 #include "deferred/deferred_record.h"
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -38,7 +39,7 @@ at::Tensor meta_like(const at::Tensor& tensor) {
 
 /// A copy of a tensor that may change or lose its memory before it is needed.
 at::Tensor kept(const at::Tensor& tensor) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto copy = tensor.detach().clone();
   copy_wrapped_number(tensor, copy);
   return copy;

@@ -1,7 +1,7 @@
 #include "deferred/deferred_storage.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/torch.h>
 
 #include <atomic>
 #include <mutex>

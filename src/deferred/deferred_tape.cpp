@@ -1,8 +1,9 @@
 #include "deferred/deferred_tape.h"
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <atomic>
@@ -271,7 +272,7 @@ std::string name_of(const c10::OperatorHandle& op) {
 void replay(std::span<const DeferredView> wanted, const std::function<void(std::size_t index, const at::Tensor& value)>& take) {
   // Replays like a constructor, even if it is called in inference mode.
   const c10::InferenceMode no_inference(false);
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard plain(c10::DispatchKeySet(kTrapKey) | c10::autocast_dispatch_keyset);
   for (const auto& group : Grouping(wanted).groups()) Replay(wanted, group).run(take);
 }

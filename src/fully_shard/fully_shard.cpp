@@ -1,6 +1,7 @@
 #include "fsdp/fully_shard.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <exception>
@@ -126,7 +127,7 @@ void warn_of(const std::vector<engine::DifferentValues>& different, Engine& engi
 }  // namespace
 
 FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   if (deferred::current_session()) throw Error("fully_shard inside of deferred_init; call it on the result");
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
   // If this rank refuses the model, it tells the other ranks, which would wait for it. Nothing is changed until all ranks agree.
@@ -200,7 +201,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
 }
 
 void fully_unshard(torch::nn::Module& module) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->main().flush_writes();
   for (const auto& unit : engine->units()) {

@@ -1,6 +1,7 @@
 #include "fsdp/adamw_8bit.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
 
 #include <string>
 #include <utility>

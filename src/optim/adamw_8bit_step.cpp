@@ -1,8 +1,8 @@
 #include "optim/adamw_8bit_step.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 #include "optim/fused.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <cstdint>
 #include <map>

@@ -1,6 +1,7 @@
 #include "fsdp/grad_scaler.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cmath>
 #include <cstring>
@@ -92,7 +93,7 @@ GradScaler::Model* GradScaler::find(const std::shared_ptr<engine::Engine>& engin
 GradScaler::Model& GradScaler::unscale(const std::shared_ptr<engine::Engine>& engine) {
   refuse_in_capture(engine->options().device(), "GradScaler",
                     "capture forward and backward alone, and unscale and step behind each replay");
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   engine->main().finish_gradient_sync();
   std::vector<at::Tensor> pieces;
   for (const auto& unit : engine->units()) {

@@ -1,6 +1,7 @@
 #include "fsdp/gradient_norm.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>
@@ -127,7 +128,7 @@ void scale(std::vector<at::Tensor>& gradients, const at::Tensor& factor) {
 at::Tensor clip_grad_norm_(torch::nn::Module& module, double max_norm, ClipGradNormOptions options) {
   const auto engine = handle(module).engine();
   const Norm norm(options.norm_type, "clip_grad_norm_");
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const bool has_offload = std::any_of(engine->units().begin(), engine->units().end(), [](const auto& unit) { return unit->offloaded(); });
   if (engine->options().device().is_cpu() || has_offload || options.error_if_nonfinite) {
     refuse_in_capture(engine->options().device(), "clip_grad_norm_", "do without error_if_nonfinite and offload");
@@ -153,7 +154,7 @@ double FSDPModule::clip_grad_norm(double max_norm) { return clip_grad_norm(max_n
 double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& options) {
   refuse_in_capture(engine_->options().device(), "clip_grad_norm", "use clip_grad_norm_, whose norm stays on the device");
   const Norm norm(options.norm_type, "clip_grad_norm");
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto mine = own_gradients(*engine_, max_norm, "clip_grad_norm");
   const double total = total_on_host(*engine_, norm, norm.of_pieces(mine).cpu());
   if (options.error_if_nonfinite && !std::isfinite(total)) {
@@ -170,7 +171,7 @@ double FSDPModule::clip_grad_norm(double max_norm, const ClipGradNormOptions& op
 
 std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& module, double norm_type) {
   const Norm norm(norm_type, "gradient_norms");
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->main().check_parameters();
   engine->main().finish_gradient_sync();
@@ -183,7 +184,7 @@ std::vector<std::pair<std::string, double>> gradient_norms(torch::nn::Module& mo
 
 std::vector<std::pair<std::string, double>> parameter_norms(torch::nn::Module& module, double norm_type) {
   const Norm norm(norm_type, "parameter_norms");
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->main().flush_writes();
   return norms_by_name(

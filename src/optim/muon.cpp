@@ -1,6 +1,7 @@
 #include "fsdp/muon.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
 
 #include <utility>
 

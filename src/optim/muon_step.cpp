@@ -1,6 +1,6 @@
 #include "optim/muon_step.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 #include "optim/norm.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <torch/torch.h>
 
 #include <array>
 #include <cmath>

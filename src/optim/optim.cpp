@@ -1,7 +1,5 @@
 #include "fsdp/optim.h"
 
-#include <torch/torch.h>
-
 #include <map>
 #include <utility>
 

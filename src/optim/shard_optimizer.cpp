@@ -1,8 +1,10 @@
 #include "optim/shard_optimizer.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <atomic>
@@ -35,7 +37,7 @@ Optimizer::Optimizer(Optimizer&&) noexcept = default;
 Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   state_->engine->main().flush_writes();
   state_->refuse_torn();
   state_->engine->main().finish_gradient_sync();

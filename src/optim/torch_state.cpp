@@ -1,11 +1,11 @@
 #include "optim/torch_state.h"
 
+#include <ATen/ATen.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
-#include <torch/torch.h>
 
 #include "fsdp/error.h"
 

@@ -1,5 +1,7 @@
+#include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <map>

@@ -1,8 +1,9 @@
 #include "paging/paged_storage.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/torch.h>
 
 #include <utility>
 
@@ -130,7 +131,7 @@ c10::intrusive_ptr<c10::TensorImpl> paged_impl(const engine::Unit& unit, std::si
 // set_data compares its arguments by an operator: with the key excluded it does not count as a use of the unit.
 
 void page(const at::Tensor& parameter, const std::shared_ptr<engine::Engine>& engine, engine::Unit& unit, std::size_t index) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
   if (const auto* deferred = deferred::DeferredStorage::of(handle)) {
@@ -155,7 +156,7 @@ void hide(const at::Tensor& parameter, const engine::Unit& unit, std::size_t ind
 }
 
 void unpage(const at::Tensor& parameter, const at::Tensor& value) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   at::Tensor handle = parameter;
   torch::autograd::impl::set_post_acc_grad_hooks(handle, nullptr);

@@ -1,6 +1,6 @@
 #include "plan/planned_model.h"
 
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <memory>
@@ -78,7 +78,7 @@ struct PlannedModel::Steps {
 PlannedModel::PlannedModel(const torch::nn::Module& module, FullyShardOptions options, PlanOptions planned,
                            const std::map<std::string, std::int64_t>& recomputable)
     : options_(std::move(options)), planned_(std::move(planned)) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   if (!options_.mesh.defined() || !options_.mesh.device().is_meta()) {
     throw Error("plan(): options.mesh is no planned mesh; make it, and the meshes of units, by planned_device_mesh()");
   }
@@ -111,7 +111,7 @@ PlannedModel::PlannedModel(const torch::nn::Module& module, FullyShardOptions op
 }
 
 Plan PlannedModel::plan() const {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto steps = make(given());
   auto plan = steps.with([](auto& planned) { return planned.run(); });
   for (const auto& state : steps.algorithm->state()) {
@@ -126,7 +126,7 @@ Plan PlannedModel::plan() const {
 }
 
 Observed PlannedModel::observe(const Choice& choice) const {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   return make(choice).with([](auto& planned) { return planned.observe(); });
 }
 

@@ -1,6 +1,7 @@
 #include "shard/initial_values.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <exception>
@@ -181,7 +182,7 @@ void expect_same_values(const UnitPlan& plan, const std::vector<std::int64_t>& c
 }
 
 void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::unique_ptr<Unit>>& units, InitialValues from) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard untrapped(kTrapKey);
   const auto buffers = buffers_by_unit(plans);
   std::exception_ptr failure;

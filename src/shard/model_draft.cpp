@@ -1,6 +1,6 @@
 #include "shard/model_draft.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>

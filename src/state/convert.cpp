@@ -1,6 +1,6 @@
 #include "state/convert.h"
 
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -98,7 +98,7 @@ void write_dcp(Source& source, const std::vector<Planned>& tensors, const fs::pa
 }  // namespace
 
 Converted convert(const std::string& from, const std::string& to, const ConvertOptions& options) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   if (options.most_bytes_per_file < 1) throw Error("the largest size of a file must be positive");
   const auto source = open_source(from);
   const bool from_dcp = source->format() == Source::Format::kDcp;

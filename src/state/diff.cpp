@@ -1,6 +1,7 @@
 #include "state/diff.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -26,7 +27,7 @@ std::string text_of(const Source::Tensor& tensor) {
 /// Returns the values, or, if a byte holds two numbers, one element for each number.
 at::Tensor unpacked(const at::Tensor& values) {
   if (values.scalar_type() != at::kFloat4_e2m1fn_x2) return values;
-  const auto numbers = torch::tensor({0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.});
+  const auto numbers = at::tensor({0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.}, at::kFloat);
   const auto bytes = values.view(at::kByte);
   return at::stack({numbers.index({(bytes % 16).to(at::kLong)}), numbers.index({bytes.div(16, "floor").to(at::kLong)})}, -1).flatten();
 }
@@ -92,7 +93,7 @@ std::string difference_of(Source& a, Source& b, const std::string& name) {
 }  // namespace
 
 Difference diff(const std::string& a, const std::string& b, const DiffOptions& options) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto source_a = open_source(a);
   const auto source_b = open_source(b);
   std::set<std::string> names(source_a->names().begin(), source_a->names().end());

@@ -1,4 +1,6 @@
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -63,7 +65,7 @@ void write_own(const fs::path& folder, const ckpt::SafetensorsPlan& plan, const 
 }  // namespace
 
 void export_safetensors(const std::string& path, torch::nn::Module& module, ExportOptions options) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   const state::CheckpointRanks ranks(*engine, state::CheckpointRanks::Groups::kOfMesh);
   const bool leads = ranks.index() == 0;

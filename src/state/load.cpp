@@ -1,6 +1,7 @@
 // Loads a checkpoint into a sharded model of C++ and its optimizer: lists their values, and applies what the plan finds.
 
-#include <torch/torch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -146,7 +147,7 @@ std::optional<GradScalerState> read_scaler(LoadPlan& plan) {
 }
 
 Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   const CheckpointRanks ranks(*engine, CheckpointRanks::Groups::kOfMesh);
   std::optional<LoadPlan> plan;
@@ -216,7 +217,7 @@ Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optim
 }
 
 std::vector<ExtraState> read_rank_extra(const std::string& path) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto source = state::open_source(path);
   std::vector<ExtraState> all;
   const auto ranks = state::saved_ranks(*source);

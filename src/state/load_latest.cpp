@@ -1,4 +1,4 @@
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <optional>

@@ -1,6 +1,6 @@
 #include "state/ranks.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <cstring>
 #include <set>

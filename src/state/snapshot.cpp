@@ -1,9 +1,11 @@
 #include "state/snapshot.h"
 
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/torch.h>
 
 #include <exception>
 #include <map>
@@ -264,7 +266,7 @@ void HostBuffer::finish() {
 
 Snapshot take_snapshot(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options,
                        const CheckpointRanks& ranks) {
-  const torch::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   engine->main().flush_writes();
   Snapshot snapshot;

@@ -1,6 +1,6 @@
 #include "state/source.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <filesystem>

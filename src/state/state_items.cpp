@@ -1,6 +1,6 @@
 #include "state/state_items.h"
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,7 +1,8 @@
 """Holds the includes of the sources against the table of folders in docs/develop/design.md.
 
     includes.py ROOT    fails if a file includes what its folder may not, if the table allows what no file uses, if
-                        the table has a cycle, or if a file includes <sstream>, whose streams follow the global locale
+                        the table has a cycle, or if a file includes <sstream>, whose streams follow the global locale,
+                        or <torch/torch.h>, which takes longer to compile
 
 The table has a row per folder of src/, at whatever depth (their last names differ): its public headers in
 include/fsdp/, and the folders that it may include from. A public header belongs to the folder that implements it.
@@ -16,6 +17,10 @@ from verdict import tell
 ROW = re.compile(r"^\| `src/(?:\w+/)*(\w+)/` \|.*\|(?P<headers>[^|]*)\|(?P<below>[^|]*)\|$")
 INCLUDE = re.compile(r'^#include (?:"|<(?=fsdp/))(?:\w+/)*(\w+)/(\w+\.h)[>"]', re.MULTILINE)
 UMBRELLA = "fsdp.h"
+INSTEAD = {
+    "sstream": "ClassicStream of base/classic_stream.h",
+    "torch/torch.h": "ATen/ATen.h, torch/nn/module.h or what else is used",
+}
 
 
 def read_table(design: Path) -> tuple[dict[str, set[str]], dict[str, str]]:
@@ -73,8 +78,13 @@ def faults(root: Path) -> list[str]:
     sources = [(path.parent.name, path) for path in sorted((root / "src").rglob("*.*"))]
     headers = sorted((root / "include" / "fsdp").glob("*.h"))
     sources += [(owner[path.name], path) for path in headers if path.name in owner]
-    streams = [path for _, path in sources if path.name != "classic_stream.h" and "#include <sstream>" in path.read_text(encoding="utf-8")]
-    found += [f"{path.relative_to(root)} includes <sstream>; take ClassicStream of base/classic_stream.h" for path in streams]
+    for _, path in sources:
+        text = path.read_text(encoding="utf-8")
+        found += [
+            f"{path.relative_to(root)} includes <{header}>; take {instead}"
+            for header, instead in INSTEAD.items()
+            if f"#include <{header}>" in text and path.name != "classic_stream.h"
+        ]
     for folder, path in sources:
         below = (used(path, owner) & may.keys()) - {folder}
         uses.setdefault(folder, set()).update(below)
