@@ -39,9 +39,9 @@ void check_files(const fs::path& folder, FileSystem& files, Findings& findings) 
 }
 
 /// Opens each file once; one that cannot be opened is one fault, however many records it should have.
-class Records {
+class CheckedRecords {
  public:
-  Records(fs::path folder, FileSystem& files, Findings& findings) : folder_(std::move(folder)), files_(files), findings_(findings) {}
+  CheckedRecords(fs::path folder, FileSystem& files, Findings& findings) : folder_(std::move(folder)), files_(files), findings_(findings) {}
 
   /// Null if it is not there.
   const File* operator[](const std::string& name) {
@@ -73,7 +73,7 @@ void check_data(const File& file, const TensorData& data, const std::string& nam
   if (sum != *data.stored.crc32) throw Error(fault_in_record(file, data, name));
 }
 
-void check_item(const DcpItem& item, Records& records, Findings& findings) {
+void check_item(const DcpItem& item, CheckedRecords& records, Findings& findings) {
   if (const auto* unreadable = std::get_if<DcpUnreadable>(&item.content)) {
     ++findings.tensors;
     findings.only_for_python.push_back("'" + item.name + "': " + unreadable->why);
@@ -147,7 +147,7 @@ Findings check_dcp(const fs::path& folder, FileSystem& files) {
   const fs::path file = folder / kMetadataFile;
   note(findings, [&] { metadata = read_dcp_metadata(read_whole(file, kMostMetadata, files), file.string()); });
   if (findings.faults.size() > faults_before) return findings;
-  Records records(folder, files, findings);
+  CheckedRecords records(folder, files, findings);
   for (const DcpItem& item : metadata.items) check_item(item, records, findings);
   return findings;
 }

@@ -15,10 +15,10 @@ namespace fsdp::ckpt {
 namespace {
 
 constexpr std::string_view kModule = "torch.distributed.checkpoint.metadata";
-constexpr std::string_view kVersion = "1.0.0";
+constexpr std::string_view kStorageVersion = "1.0.0";
 
 // The classes, by their full names.
-constexpr std::string_view kMetadata = "torch.distributed.checkpoint.metadata.Metadata";
+constexpr std::string_view kMetadataClass = "torch.distributed.checkpoint.metadata.Metadata";
 constexpr std::string_view kTensor = "torch.distributed.checkpoint.metadata.TensorStorageMetadata";
 constexpr std::string_view kProperties = "torch.distributed.checkpoint.metadata.TensorProperties";
 constexpr std::string_view kChunk = "torch.distributed.checkpoint.metadata.ChunkStorageMetadata";
@@ -33,7 +33,7 @@ std::span<const std::string_view> allowed_globals() {
   // of the folder that was first written, which is not used; Python 3.13 has moved these classes. Python 3.11.2 writes the memory format,
   // an enum, as an attribute of its class.
   static constexpr std::array<std::string_view, 17> kGlobals = {"torch.*",
-                                                                kMetadata,
+                                                                kMetadataClass,
                                                                 kTensor,
                                                                 kProperties,
                                                                 kChunk,
@@ -116,13 +116,13 @@ struct PlacedRecord {
   RecordLocation location;
 };
 
-struct Records {
+struct StorageRecords {
   std::unordered_map<std::string_view, std::vector<PlacedRecord>> of_tensors;
   std::unordered_map<std::string_view, RecordLocation> of_objects;
 };
 
-Records read_records(const PickleValue& storage_data) {
-  Records records;
+StorageRecords read_records(const PickleValue& storage_data) {
+  StorageRecords records;
   const std::span<const PickleValue* const> entries = storage_data.entries();
   for (std::size_t i = 0; i < entries.size(); i += 2) {
     const PickleValue& index = state_of(*entries[i], kIndex);
@@ -209,7 +209,7 @@ class MetadataWriter {
     out_.string("storage_meta");
     write_storage_meta();
     out_.string("version");
-    out_.string(kVersion);
+    out_.string(kStorageVersion);
     out_.end_dict();
     out_.build();
     return out_.finish();
@@ -340,8 +340,8 @@ class MetadataWriter {
 
 DcpMetadata read_dcp_metadata(std::string_view data, const std::string& file) {
   const Pickle pickle(data, file, allowed_globals());
-  const PickleValue& state = state_of(pickle.root(), kMetadata);
-  Records records = read_records(state.at("storage_data"));
+  const PickleValue& state = state_of(pickle.root(), kMetadataClass);
+  StorageRecords records = read_records(state.at("storage_data"));
 
   DcpMetadata metadata;
   std::unordered_set<std::string_view> seen;

@@ -10,7 +10,7 @@
 namespace fsdp::ckpt {
 namespace {
 
-constexpr int kDeepest = 100;
+constexpr int kDeepestValue = 100;
 
 /// The limit for bytes of memory per byte of the pickle. Pickles of PickleWriter need less, because two bytes stand for a string of at most
 /// 64 bytes.
@@ -44,7 +44,7 @@ class Converter {
   explicit Converter(std::size_t pickle_size) : budget_(kMostPerByte * pickle_size + kMostAnyway) {}
 
   PythonValue convert(const PickleValue& value, int depth) {
-    if (depth > kDeepest) value.throw_unexpected("values nested no deeper than " + std::to_string(kDeepest));
+    if (depth > kDeepestValue) value.throw_unexpected("values nested no deeper than " + std::to_string(kDeepestValue));
     spend(value, sizeof(PythonValue));
     using Kind = PickleValue::Kind;
     switch (value.kind()) {

@@ -24,12 +24,12 @@ constexpr std::string_view kFormatVersion = ".format_version";
 constexpr std::string_view kStorageAlignment = ".storage_alignment";
 constexpr std::string_view kByteOrder = "byteorder";
 constexpr std::string_view kData = "data/0";
-constexpr std::string_view kVersion = "version";
+constexpr std::string_view kVersionEntry = "version";
 
 constexpr std::string_view kRebuildTensor = "torch._utils._rebuild_tensor_v2";
 constexpr std::string_view kRebuildTensorOfDtype = "torch._utils._rebuild_tensor_v3";
 constexpr std::string_view kUntypedStorage = "torch.storage.UntypedStorage";
-constexpr std::string_view kTorch = "torch.";
+constexpr std::string_view kTorchModule = "torch.";
 
 /// Bytes of a tensor's pickle; all but its sizes are a few hundred.
 constexpr std::int64_t kMostTensorPickle = 1 << 20;
@@ -91,7 +91,7 @@ void add_front(ZipWriter& zip, std::string_view pickle) {
 }
 
 void add_back(ZipWriter& zip) {
-  zip.add(kVersion, "3\n");
+  zip.add(kVersionEntry, "3\n");
   zip.finish();
 }
 
@@ -99,8 +99,8 @@ std::span<const std::string_view> tensor_globals() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> all;
     for (const DtypeNames& dtype : dtypes()) {
-      all.push_back(std::string(kTorch) + std::string(dtype.name));
-      if (!dtype.storage.empty()) all.push_back(std::string(kTorch) + std::string(dtype.storage));
+      all.push_back(std::string(kTorchModule) + std::string(dtype.name));
+      if (!dtype.storage.empty()) all.push_back(std::string(kTorchModule) + std::string(dtype.storage));
     }
     return all;
   }();
@@ -239,7 +239,7 @@ TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const
   TensorData data;
   const PickleValue& dtype = has_dtype ? *arguments[6] : type;
   const std::string_view global = dtype.global();
-  const std::string_view short_name = global.starts_with(kTorch) ? global.substr(kTorch.size()) : std::string_view();
+  const std::string_view short_name = global.starts_with(kTorchModule) ? global.substr(kTorchModule.size()) : std::string_view();
   const std::optional<Dtype> found = has_dtype ? dtype_of_name(short_name) : dtype_of_storage(short_name);
   if (!found || (has_dtype && type.global() != kUntypedStorage)) dtype.throw_unexpected("a dtype or its storage");
   data.dtype = *found;

@@ -22,7 +22,7 @@ constexpr std::int64_t kLengthBytes = 8;
 constexpr std::int64_t kMostHeader = 100'000'000;
 constexpr std::string_view kMetadata = "__metadata__";
 // {"name": {"shape": [1]}}
-constexpr std::size_t kDeepest = 3;
+constexpr std::size_t kHeaderDepth = 3;
 
 [[noreturn]] void fail(const std::string& file, const std::string& why) { throw Error(file + ": " + why); }
 
@@ -44,7 +44,7 @@ bool is_packed(Dtype dtype) { return dtype == Dtype::float4_e2m1fn_x2; }
 class HeaderEvents final : public JsonEvents {
  public:
   /// `data` is where the data begin in the file, `size` how many bytes they have.
-  HeaderEvents(const std::string& file, std::int64_t data, std::int64_t size) : JsonEvents(file, kDeepest), data_(data), size_(size) {}
+  HeaderEvents(const std::string& file, std::int64_t data, std::int64_t size) : JsonEvents(file, kHeaderDepth), data_(data), size_(size) {}
 
   SafetensorsHeader header;
 
@@ -165,7 +165,7 @@ bool is_plain_name(const std::string& name) {
 
 class IndexEvents final : public JsonEvents {
  public:
-  explicit IndexEvents(const std::string& file) : JsonEvents(file, kDeepest) {}
+  explicit IndexEvents(const std::string& file) : JsonEvents(file, kHeaderDepth) {}
 
   bool has_weights = false;
   std::map<std::string, std::set<std::string>> names;  // by file

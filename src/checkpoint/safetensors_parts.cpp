@@ -13,11 +13,11 @@ namespace {
 constexpr const char* kPlaces = "DCP_SHARDING_INFO";
 constexpr const char* kBegin = "saved_offsets";
 // {"name": {"saved_offsets": [0]}}
-constexpr std::size_t kDeepest = 3;
+constexpr std::size_t kPlacesDepth = 3;
 
 class PlacesEvents final : public JsonEvents {
  public:
-  explicit PlacesEvents(const std::string& file) : JsonEvents(file, kDeepest) {}
+  explicit PlacesEvents(const std::string& file) : JsonEvents(file, kPlacesDepth) {}
 
   std::map<std::string, Shape> begins;  // by the tensor's name
 

@@ -91,7 +91,7 @@ class PageData {
     number(plan_->planned_peak);
     text_ += ",\"values\":[";  // name, whether it is a time (in ms; otherwise bytes), planned, measured (-1: not known), rank
     for (const auto& value : plan_->values) {
-      separate("[" + quoted(value.name) + (value.is_time ? ",true," : ",false,") + nlohmann::json(value.planned).dump() + "," +
+      separate(std::string("[") + quoted(value.name) + (value.is_time ? ",true," : ",false,") + nlohmann::json(value.planned).dump() + "," +
                nlohmann::json(value.measured).dump() + "," + std::to_string(value.rank) + "]");
     }
     text_ += "]}";
