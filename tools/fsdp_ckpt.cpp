@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include "base/size_text.h"
+#include "base/text.h"
 #include "checkpoint/check.h"
 #include "checkpoint/commit.h"
 #include "checkpoint/dcp_metadata.h"

@@ -12,7 +12,7 @@
 #include <optional>
 #include <string>
 
-#include "base/size_text.h"
+#include "base/text.h"
 #include "checkpoint/output_file.h"
 #include "command_line.h"
 #include "fsdp/error.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/classic_stream.h"
-#include "base/size_text.h"
+#include "base/text.h"
 
 namespace fsdp::tools {
 namespace {

@@ -31,6 +31,7 @@
 #include <utility>
 
 #include "base/no_autocast_cache.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 #include "trigger/autograd_pass.h"
 
@@ -267,7 +268,7 @@ class ActivationCheckpointBackward final : public Node {
     // A saved input has its own check when it is unpacked.
     for (const auto& [parameter, version] : parameters_) {
       if (parameter._version() == version) continue;
-      throw Error("fsdp::activation_checkpoint: a parameter of shape " + c10::str(parameter.sizes()) +
+      throw Error("fsdp::activation_checkpoint: a parameter of shape " + in_brackets(parameter.sizes()) +
                   " that the function uses was written between forward and backward (by an optimizer step, say), so repeating the function "
                   "would compute something else; run forward again after each step");
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 #include "paging/paged_storage.h"
 
@@ -22,13 +23,13 @@ void tie_parameters(torch::nn::Module& module, at::Tensor& parameter, const at::
   auto& registered = Open::parameters_of(module);
   const auto is_it = [&](const auto& item) { return item.value().is_same(parameter); };
   if (std::none_of(registered.begin(), registered.end(), is_it)) {
-    fail("module '" + module.name() + "' does not register the parameter of shape " + c10::str(parameter.sizes()) +
+    fail("module '" + module.name() + "' does not register the parameter of shape " + in_brackets(parameter.sizes()) +
          "; pass the module whose member it is, not one around it");
   }
   if (parameter.sizes() != target.sizes() || parameter.scalar_type() != target.scalar_type() || parameter.device() != target.device()) {
-    fail("a parameter of shape " + c10::str(parameter.sizes()) + ", " + c10::toString(parameter.scalar_type()) + " on " +
-         parameter.device().str() + " and one of shape " + c10::str(target.sizes()) + ", " + c10::toString(target.scalar_type()) + " on " +
-         target.device().str() + " can't be one tensor");
+    fail("a parameter of shape " + in_brackets(parameter.sizes()) + ", " + c10::toString(parameter.scalar_type()) + " on " +
+         parameter.device().str() + " and one of shape " + in_brackets(target.sizes()) + ", " + c10::toString(target.scalar_type()) +
+         " on " + target.device().str() + " can't be one tensor");
   }
   if (paging::PagedStorage::of(parameter) != nullptr || paging::PagedStorage::of(target) != nullptr) {
     fail("a parameter is sharded already; tie before fully_shard");

@@ -1,13 +1,10 @@
 #include "fsdp/unit_info.h"
 
 #include <algorithm>
-#include <array>
-#include <cstddef>
-#include <iomanip>
 #include <memory>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "comm/communicator.h"
 #include "engine/engine.h"
 #include "fsdp/fsdp_module.h"
@@ -53,9 +50,7 @@ UnitInfo info_of(const engine::Engine& engine, const engine::Unit& unit) {
 }
 
 std::string shown(const std::vector<MeshDim>& mesh) {
-  std::string text;
-  for (const auto& dim : mesh) text += (text.empty() ? "" : " x ") + (dim.name.empty() ? "" : dim.name + "=") + std::to_string(dim.size);
-  return text;
+  return joined(mesh, " x ", [](const MeshDim& dim) { return (dim.name.empty() ? "" : dim.name + "=") + std::to_string(dim.size); });
 }
 
 /// Returns a text of the bytes with their dtypes, in which whole parameters and shards may differ.
@@ -71,14 +66,12 @@ std::string shown(std::int64_t bytes, const std::vector<UnitDtypes>& all, at::Sc
 }
 
 std::string shown(const std::vector<UnitDtypes>& all) {
-  std::string text;
-  for (const auto& dtypes : all) {
-    if (!text.empty()) text += "; ";
-    text += c10::toString(dtypes.param);
+  return joined(all, "; ", [](const UnitDtypes& dtypes) {
+    std::string text = c10::toString(dtypes.param);
     if (dtypes.gather_format) text += " (gather format)";
     for (const auto dtype : {dtypes.main_param, dtypes.main_grad, dtypes.grad_comm}) text += std::string(" ") + c10::toString(dtype);
-  }
-  return text;
+    return text;
+  });
 }
 
 }  // namespace
@@ -90,9 +83,7 @@ std::vector<UnitInfo> FSDPModule::units() const {
 }
 
 std::string to_string(const std::vector<UnitInfo>& units) {
-  constexpr std::size_t kColumns = 7;
-  using Line = std::array<std::string, kColumns>;
-  std::vector<Line> lines = {
+  std::vector<std::vector<std::string>> lines = {
       {"unit", "parameters", "whole bytes", "shard bytes", "reshard", "mesh", "dtypes: param, main, gradient, wire"}};
   std::int64_t whole_bytes = 0;
   std::int64_t shard_bytes = 0;
@@ -106,21 +97,7 @@ std::string to_string(const std::vector<UnitInfo>& units) {
     parameters += unit.parameters.size();
   }
   lines.push_back({"all", std::to_string(parameters), std::to_string(whole_bytes), std::to_string(shard_bytes), "", "", ""});
-  std::array<std::size_t, kColumns> widths{};
-  for (const auto& line : lines) {
-    for (std::size_t k = 0; k < kColumns; ++k) widths[k] = std::max(widths[k], line[k].size());
-  }
-  ClassicStream<std::ostringstream> text;
-  for (const auto& line : lines) {
-    ClassicStream<std::ostringstream> padded;
-    for (std::size_t k = 0; k < kColumns; ++k) {
-      const bool number = k >= 1 && k <= 3;
-      padded << (k == 0 ? "" : "  ") << (number ? std::right : std::left) << std::setw(static_cast<int>(widths[k])) << line[k];
-    }
-    const auto row = padded.str();
-    text << row.substr(0, row.find_last_not_of(' ') + 1) << "\n";
-  }
-  return text.str();
+  return table(lines, 3);
 }
 
 std::ostream& operator<<(std::ostream& stream, const std::vector<UnitInfo>& units) { return stream << to_string(units); }

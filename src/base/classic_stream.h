@@ -1,11 +1,7 @@
 #pragma once
 
-#include <array>
-#include <charconv>
-#include <cstddef>
 #include <locale>
 #include <sstream>
-#include <string>
 #include <utility>
 
 namespace fsdp {
@@ -20,12 +16,5 @@ class ClassicStream : public Stream {
     this->imbue(std::locale::classic());
   }
 };
-
-/// A number with so many decimals, under every locale, as "%.2f" gives it under the classic one.
-inline std::string with_decimals(double value, int decimals) {
-  std::array<char, 400> text{};  // The greatest double has 309 digits.
-  const auto end = std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed, decimals).ptr;
-  return {text.data(), end};
-}
 
 }  // namespace fsdp

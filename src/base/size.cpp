@@ -1,14 +1,12 @@
 #include "fsdp/size.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cmath>
 #include <limits>
 #include <string>
 #include <utility>
 
-#include "base/size_text.h"
 #include "fsdp/error.h"
 
 namespace fsdp {
@@ -43,21 +41,6 @@ std::int64_t parse_size(std::string_view text) {
   throw Error("'" + std::string(text) +
               "' is no size: write a number and a unit, as in 80GB or 128MiB. KB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB "
               "are powers of 1024, and B is a byte");
-}
-
-std::string size_text(std::int64_t bytes) {
-  constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
-  auto value = static_cast<double>(bytes);
-  std::size_t unit = 0;
-  for (; value >= 1024 && unit + 1 < kUnits.size(); ++unit) value /= 1024;
-  std::array<char, 32> digits{};  // not by printf, which follows the locale
-  const auto result = std::to_chars(digits.data(), digits.data() + digits.size(), value, std::chars_format::fixed, unit == 0 ? 0 : 2);
-  return std::string(digits.data(), result.ptr) + " " + kUnits[unit];
-}
-
-std::string bytes_text(std::int64_t bytes) {
-  const auto text = std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
-  return bytes < (std::int64_t{1} << 20) ? text : text + " (" + size_text(bytes) + ")";
 }
 
 }  // namespace fsdp

@@ -1,10 +1,8 @@
 #include "base/unit_facts.h"
 
 #include <bit>
-#include <iomanip>
-#include <limits>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 
 namespace fsdp {
 
@@ -15,11 +13,7 @@ std::string describe_difference(const UnitFacts& facts, const UnitFacts& other) 
     if (((facts.switches ^ other.switches) & bit) != 0) return std::string(name) + " " + ((facts.switches & bit) != 0 ? "true" : "false");
     bit <<= 1;
   }
-  if (facts.divide_factor == other.divide_factor) return "";
-  ClassicStream<std::ostringstream> text;
-  text << std::setprecision(std::numeric_limits<double>::max_digits10) << "gradient_divide_factor "
-       << std::bit_cast<double>(facts.divide_factor);
-  return text.str();
+  return facts.divide_factor == other.divide_factor ? "" : "gradient_divide_factor " + shortest(std::bit_cast<double>(facts.divide_factor));
 }
 
 }  // namespace fsdp

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/size_text.h"
+#include "base/text.h"
 #include "bindings/bindings.h"
 #include "bindings/planned_units.h"
 #include "engine/engine.h"

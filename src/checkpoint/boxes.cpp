@@ -4,16 +4,11 @@
 #include <string>
 #include <utility>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
 namespace {
-
-std::string to_string(std::span<const std::int64_t> sizes) {
-  std::string text = "[";
-  for (std::size_t d = 0; d < sizes.size(); ++d) text += (d == 0 ? "" : ", ") + std::to_string(sizes[d]);
-  return text + "]";
-}
 
 /// Appends the boxes of [begin, end), which is not empty, below the indices that `outer` fixes: `strides[d]` elements per index of d.
 void append_boxes(std::span<const std::int64_t> shape, std::span<const std::int64_t> strides, Shape& outer, std::int64_t begin,
@@ -93,12 +88,12 @@ std::int64_t numel(std::span<const std::int64_t> sizes) {
   bool fits = true;
   bool empty = false;
   for (const std::int64_t size : sizes) {
-    if (size < 0) throw Error("a tensor of shape " + to_string(sizes) + " has a negative size");
+    if (size < 0) throw Error("a tensor of shape " + in_brackets(sizes) + " has a negative size");
     empty = empty || size == 0;
     fits = fits && !__builtin_mul_overflow(product, size, &product);
   }
   if (empty) return 0;
-  if (!fits) throw Error("a tensor of shape " + to_string(sizes) + " has more than 2^63 - 1 elements");
+  if (!fits) throw Error("a tensor of shape " + in_brackets(sizes) + " has more than 2^63 - 1 elements");
   return product;
 }
 
@@ -113,15 +108,15 @@ void check_within(const Box& box, std::span<const std::int64_t> shape) {
     within = box.offsets[d] >= 0 && box.sizes[d] >= 0 && box.offsets[d] <= shape[d] && box.sizes[d] <= shape[d] - box.offsets[d];
   }
   if (within) return;
-  throw Error("a box of sizes " + to_string(box.sizes) + " at " + to_string(box.offsets) + " does not lie in a tensor of shape " +
-              to_string(shape));
+  throw Error("a box of sizes " + in_brackets(box.sizes) + " at " + in_brackets(box.offsets) + " does not lie in a tensor of shape " +
+              in_brackets(shape));
 }
 
 std::vector<Box> boxes_of_slice(std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel) {
   const std::int64_t all = ckpt::numel(shape);
   if (offset < 0 || numel < 0 || offset > all || numel > all - offset) {
     throw Error("elements [" + std::to_string(offset) + ", " + std::to_string(offset) + " + " + std::to_string(numel) +
-                ") do not lie in a tensor of shape " + to_string(shape));
+                ") do not lie in a tensor of shape " + in_brackets(shape));
   }
   if (numel == 0) return {};
   Shape strides(shape.size(), 1);

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::ckpt {
@@ -135,14 +136,6 @@ std::string repr_of(double number) {
   return std::string(digits) + (looks_integral ? ".0" : "");
 }
 
-template <typename Items, typename Text>
-std::string joined(std::string_view open, const Items& items, Text text, std::string_view close) {
-  std::string result(open);
-  for (const auto& item : items) result.append(&item == items.data() ? "" : ", ").append(text(item));
-  result.append(close);
-  return result;
-}
-
 }  // namespace
 
 const PythonValue* PythonValue::Dict::find(std::string_view key) const {
@@ -208,12 +201,12 @@ std::string repr(const PythonValue& value) {
         } else if constexpr (std::is_same_v<T, PythonValue::Bytes>) {
           return quoted(it.data, false);
         } else if constexpr (std::is_same_v<T, PythonValue::Tuple>) {
-          return joined("(", it.items, &repr, it.items.size() == 1 ? ",)" : ")");
+          return std::string("(").append(joined(it.items, ", ", repr)).append(it.items.size() == 1 ? ",)" : ")");
         } else if constexpr (std::is_same_v<T, PythonValue::List>) {
-          return joined("[", it.items, &repr, "]");
+          return std::string("[").append(joined(it.items, ", ", repr)).append("]");
         } else {
-          return joined(
-              "{", it.items, [](const PythonValue::Entry& entry) { return repr(entry.key).append(": ").append(repr(entry.value)); }, "}");
+          const auto text = [](const PythonValue::Entry& entry) { return repr(entry.key).append(": ").append(repr(entry.value)); };
+          return std::string("{").append(joined(it.items, ", ", text)).append("}");
         }
       },
       value.value);

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "base/stable_hash.h"
+#include "base/text.h"
 
 namespace fsdp::comm {
 namespace {
@@ -52,11 +53,7 @@ std::string describe(const Call& call, const Call& other) {
 
 }  // namespace
 
-std::string of_unit(std::string_view unit) {
-  if (unit == "(root)") return " of the root unit";
-  if (unit.empty() || unit.front() == '(') return "";
-  return std::string(" of unit '").append(unit).append("'");
-}
+std::string of_unit(std::string_view unit) { return fsdp::of_unit(unit, "unit "); }
 
 Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std::uint64_t sizes) {
   static_assert(std::has_unique_object_representations_v<Call>, "compared and sent as bytes");

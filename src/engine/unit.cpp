@@ -9,8 +9,8 @@
 #include <bit>
 #include <utility>
 
-#include "base/classic_stream.h"
 #include "base/stable_hash.h"
+#include "base/text.h"
 #include "comm/call.h"
 #include "comm/parts.h"
 #include "fsdp/error.h"
@@ -130,18 +130,20 @@ comm::Label Unit::label(const char* operation) const {
 }
 
 std::string Unit::describe() const {
-  ClassicStream<std::ostringstream> text;
+  std::string text;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& parameter = parameters[i];
     const auto& format = formats[layout.positions()[i].sub_buffer];
-    text << "unit '" << name << "': parameter '" << parameter.name << "' " << at::IntArrayRef(parameter.shape) << " "
-         << c10::toString(parameter.dtype) << (parameter.trainable ? "" : ", frozen") << ", dtypes";
-    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient}) text << " " << c10::toString(dtype);
-    if (format.gather) text << ", gathered in " << format.gather->block_bytes << " bytes per " << format.gather->block;
-    if (format.extended) text << ", gathered by itself";
-    text << "\n";
+    text += "unit '" + name + "': parameter '" + parameter.name + "' " + in_brackets(parameter.shape) + " " +
+            c10::toString(parameter.dtype) + (parameter.trainable ? "" : ", frozen") + ", dtypes";
+    for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient})
+      text.append(" ").append(c10::toString(dtype));
+    if (format.gather)
+      text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
+    if (format.extended) text += ", gathered by itself";
+    text += "\n";
   }
-  return text.str();
+  return text;
 }
 
 void Unit::rename(std::string unit, std::vector<std::string> parameter_names) {

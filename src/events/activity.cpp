@@ -1,14 +1,16 @@
 #include "events/activity.h"
 
+#include "base/text.h"
+
 namespace fsdp::events {
 
 std::string activity_text(Activity::Kind kind, std::string_view unit, std::string_view next) {
   const auto moves = next.empty() || next == unit ? std::string() : std::string(", before '").append(next).append("'");
   switch (kind) {
     case Activity::Kind::kForward:
-      return "in forward" + of_unit_text(unit) + moves;
+      return "in forward" + of_unit(unit) + moves;
     case Activity::Kind::kBackward:
-      return "in backward" + of_unit_text(unit) + moves;
+      return "in backward" + of_unit(unit) + moves;
     case Activity::Kind::kBetweenSteps:
       return "between steps";
     case Activity::Kind::kWaiting:
@@ -25,10 +27,8 @@ std::string position_text(Activity::Kind kind, std::string_view unit) {
   return kind == Activity::Kind::kBetweenSteps ? text + " (the optimizer, loading data, saving)" : text;
 }
 
-std::string of_unit_text(std::string_view unit) {
-  if (unit == "(root)") return " of the root unit";
-  if (unit.empty() || unit.front() == '(') return "";
-  return std::string(" of '").append(unit).append("'");
+std::string call_text(std::string_view operation, std::string_view unit) {
+  return (operation.empty() ? "a collective" : std::string("the ").append(operation)) + of_unit(unit);
 }
 
 }  // namespace fsdp::events

@@ -25,7 +25,7 @@ std::string activity_text(Activity::Kind kind, std::string_view unit, std::strin
 /// Returns "in forward of 'blocks.1'", for where a computation is now.
 std::string position_text(Activity::Kind kind, std::string_view unit);
 
-/// Returns " of 'blocks.0'", or " of the root unit". Returns nothing for "" and what is no unit, "(buffers)" for example.
-std::string of_unit_text(std::string_view unit);
+/// Returns "the all-gather of 'blocks.0'", or "a collective" if its operation is not known.
+std::string call_text(std::string_view operation, std::string_view unit);
 
 }  // namespace fsdp::events

@@ -7,8 +7,8 @@
 #include <set>
 #include <utility>
 
-#include "base/classic_stream.h"
 #include "base/exception_text.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
@@ -24,9 +24,7 @@ const Entry& entry_of(const WeightAdapter& adapter, const std::string& name, con
   const auto found = indices.find(name);
   if (found == indices.end()) refuse(adapter, "the model has no parameter '" + name + "'");
   const auto& entry = entries[found->second];
-  ClassicStream<std::ostringstream> shape;
-  shape << at::IntArrayRef(entry.shape);
-  if (entry.shape.size() != 2) refuse(adapter, "'" + name + "' is " + shape.str() + ", and no matrix");
+  if (entry.shape.size() != 2) refuse(adapter, "'" + name + "' is " + in_brackets(entry.shape) + ", and no matrix");
   if (!is_converted(entry.own.scalar_type()))
     refuse(adapter, "'" + name + "' has the dtype " + c10::toString(entry.own.scalar_type()) + ", which has no sums");
   if (entry.assembly != nullptr) refuse(adapter, "'" + name + "' is tensor-parallel");
@@ -39,10 +37,7 @@ void check(const WeightAdapter& adapter, const Indices& indices, const std::vect
   const auto& down = entry_of(adapter, adapter.down, indices, entries).shape;
   if (adapter.transposed) std::swap(weight[0], weight[1]);
   if (up[0] == weight[0] && up[1] == down[0] && down[1] == weight[1]) return;
-  ClassicStream<std::ostringstream> text;
-  text << "up is " << at::IntArrayRef(up) << " and down is " << at::IntArrayRef(down) << ", whose product is not "
-       << at::IntArrayRef(weight);
-  refuse(adapter, text.str());
+  refuse(adapter, "up is " + in_brackets(up) + " and down is " + in_brackets(down) + ", whose product is not " + in_brackets(weight));
 }
 
 std::string renamed(const std::function<std::string(const std::string&)>& rename, const std::string& name) {

@@ -7,19 +7,13 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
 namespace {
 
 using ckpt::Box;
-
-std::string text_of(const ckpt::Shape& sizes) {
-  ClassicStream<std::ostringstream> text;
-  for (std::size_t d = 0; d < sizes.size(); ++d) text << (d == 0 ? "[" : ", ") << sizes[d];
-  return sizes.empty() ? "[]" : text.str() + "]";
-}
 
 /// A box, and the ranks that have it.
 struct Origin {
@@ -110,9 +104,9 @@ class Planner {
       const auto tensor = likely++;
       auto& known = tensors_[tensor];
       if (known.shape != held.shape || known.dtype != held.dtype) {
-        throw Error("transfer_plan: '" + held.name + "' has the shape " + text_of(known.shape) + " and the dtype " +
-                    c10::toString(known.dtype) + " on rank " + std::to_string(known.first_rank) + ", but " + text_of(held.shape) + " and " +
-                    c10::toString(held.dtype) + " on rank " + std::to_string(rank));
+        throw Error("transfer_plan: '" + held.name + "' has the shape " + in_brackets(known.shape) + " and the dtype " +
+                    c10::toString(known.dtype) + " on rank " + std::to_string(known.first_rank) + ", but " + in_brackets(held.shape) +
+                    " and " + c10::toString(held.dtype) + " on rank " + std::to_string(rank));
       }
       if (ckpt::numel(held.box.sizes) == 0) continue;
       ckpt::check_within(held.box, held.shape);
@@ -137,8 +131,8 @@ class Planner {
                wanted.box.sizes[d] <= tensor.shape[d] - wanted.box.offsets[d];
     }
     if (!within) {
-      throw Error(who + "the box of sizes " + text_of(wanted.box.sizes) + " at " + text_of(wanted.box.offsets) + " of '" + wanted.name +
-                  "', which has the shape " + text_of(tensor.shape));
+      throw Error(who + "the box of sizes " + in_brackets(wanted.box.sizes) + " at " + in_brackets(wanted.box.offsets) + " of '" +
+                  wanted.name + "', which has the shape " + in_brackets(tensor.shape));
     }
     if (wanted.dtype != tensor.dtype && !(c10::isFloatingType(wanted.dtype) && c10::isFloatingType(tensor.dtype))) {
       throw Error(who + "'" + wanted.name + "' in " + c10::toString(wanted.dtype) + ", but it is " + c10::toString(tensor.dtype) +
@@ -171,7 +165,7 @@ class Planner {
     }
     if (missing.empty()) return;
     throw Error("transfer_plan: rank " + std::to_string(rank) + " wants '" + wanted.name + "', of which no rank has the box of sizes " +
-                text_of(missing[0].sizes) + " at " + text_of(missing[0].offsets) + "; all ranks that train must be in the group");
+                in_brackets(missing[0].sizes) + " at " + in_brackets(missing[0].offsets) + "; all ranks that train must be in the group");
   }
 
   void add_sent(int receiver, const Origin& origin, SentBox box) {

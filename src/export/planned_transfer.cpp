@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "base/exception_text.h"
+#include "base/text.h"
 #include "export/encoding.h"
 #include "fsdp/error.h"
 
@@ -54,7 +55,7 @@ PlannedTransfer::PlannedTransfer(std::shared_ptr<TransferPeers> peers, TransferS
   const auto problem = problem_of(side, settings, peers_->rank(), peers_->size());
   static std::atomic<std::int64_t> count = 0;
   id_ = "plan " + std::to_string(count++);
-  const auto text = "receivers " + text_of(settings.receivers) + " and message_bytes " + std::to_string(settings.message_bytes);
+  const auto text = "receivers " + in_brackets(settings.receivers) + " and message_bytes " + std::to_string(settings.message_bytes);
   together({.what = "plan", .problem = problem, .settings = text}, settings.timeout);
   number_ = peers_->rendezvous_count();
   tell_boxes(side, settings.message_bytes);

@@ -28,7 +28,8 @@ std::vector<std::shared_ptr<comm::Communicator>> rows_over_which_is_cut(const En
 }
 
 /// The one row of several, if only some of their ranks receive; nothing where there is none.
-std::vector<GatherRow> joined(const std::vector<std::shared_ptr<comm::Communicator>>& cut_over, const DeviceMesh& mesh, bool receives) {
+std::vector<GatherRow> joined_row_of(const std::vector<std::shared_ptr<comm::Communicator>>& cut_over, const DeviceMesh& mesh,
+                                     bool receives) {
   if (std::ranges::count_if(cut_over, [](const auto& row) { return row->size() > 1; }) < 2) return {};
   const std::vector<std::shared_ptr<comm::Communicator>> outermost_first(cut_over.rbegin(), cut_over.rend());
   const comm::Ranks ranks(outermost_first);
@@ -106,7 +107,7 @@ const Route& Routes::of(const Entry& entry) {
   if (const auto known = std::ranges::find(routes_, cut_over, [](const auto& route) { return route->cut_over; }); known != routes_.end()) {
     return **known;
   }
-  auto rows = joined(cut_over, mesh_, receives_);
+  auto rows = joined_row_of(cut_over, mesh_, receives_);
   const bool is_joined = !rows.empty();
   if (!is_joined) rows = one_after_the_other(cut_over, receives_);
   return *routes_.emplace_back(

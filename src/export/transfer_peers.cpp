@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "base/classic_stream.h"
 #include "base/exception_text.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
@@ -27,13 +27,10 @@ std::string text_of(const std::vector<std::uint8_t>& bytes) { return {bytes.begi
 std::string key(std::int64_t number, const std::string& of) { return "libfsdp/rendezvous " + std::to_string(number) + "/" + of; }
 
 /// What a rank has seen when the time is over.
-std::string verdict_on(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
+std::string verdict_on(const std::vector<std::int64_t>& missing, std::chrono::milliseconds timeout) {
   if (missing.empty()) return kAllHaveCome;
-  ClassicStream<std::ostringstream> text;
-  text << "transfer_plan: " << (missing.size() == 1 ? "rank " : "ranks ");
-  for (std::size_t i = 0; i < missing.size(); ++i) text << (i == 0 ? "" : ", ") << missing[i];
-  text << " of the group did not come within " << static_cast<double>(timeout.count()) / 1000 << " s";
-  return text.str();
+  return "transfer_plan: " + names_of_ranks(missing) + " of the group did not come within " +
+         shortest(static_cast<double>(timeout.count()) / 1000) + " s";
 }
 
 TransferPeers::Wait wait_for(c10::intrusive_ptr<c10d::Work> work) {
@@ -62,7 +59,7 @@ std::vector<std::string> TransferPeers::rendezvous_at(std::int64_t number, const
   for (int one = 0; one < size(); ++one) keys.push_back(key(number, std::to_string(one)));
   const auto end = std::chrono::steady_clock::now() + timeout;
   store_->set(keys[static_cast<std::size_t>(rank())], bytes_of(text));
-  std::vector<int> missing;
+  std::vector<std::int64_t> missing;
   try {
     store_->wait(keys, timeout);
   } catch (const std::exception&) {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::weights {
@@ -14,20 +14,14 @@ std::string dtype_name(at::ScalarType dtype) { return "torch." + std::string(c10
 
 }  // namespace
 
-std::string text_of(const std::vector<int>& ranks) {
-  ClassicStream<std::ostringstream> text;
-  for (std::size_t i = 0; i < ranks.size(); ++i) text << (i == 0 ? "" : ", ") << ranks[i];
-  return "[" + text.str() + "]";
-}
-
 std::string problem_of(const TransferSide& side, const TransferSettings& settings, int rank, int ranks) {
   if (!side.problem.empty()) return side.problem;
   if (settings.message_bytes < 16) return "message_bytes must be at least 16, got " + std::to_string(settings.message_bytes);
   if (std::ranges::any_of(settings.receivers, [&](int one) { return one < 0 || one >= ranks; })) {
-    return "receivers must be ranks of the group, below " + std::to_string(ranks) + ", got " + text_of(settings.receivers);
+    return "receivers must be ranks of the group, below " + std::to_string(ranks) + ", got " + in_brackets(settings.receivers);
   }
   if (!side.targets.empty() && std::ranges::count(settings.receivers, rank) == 0) {
-    return "it wants " + std::to_string(side.targets.size()) + " boxes, but is none of the receivers " + text_of(settings.receivers);
+    return "it wants " + std::to_string(side.targets.size()) + " boxes, but is none of the receivers " + in_brackets(settings.receivers);
   }
   return {};
 }
@@ -44,9 +38,7 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
   }
   const auto begin = offsets ? *std::move(offsets) : std::vector<std::int64_t>(static_cast<std::size_t>(into.dim()));
   if (static_cast<std::int64_t>(begin.size()) != into.dim()) {
-    ClassicStream<std::ostringstream> text;
-    text << "'" << name << "' is wanted at " << at::IntArrayRef(begin) << ", but goes into a tensor of the shape " << into.sizes();
-    throw Error(text.str());
+    throw Error("'" + name + "' is wanted at " + in_brackets(begin) + ", but goes into a tensor of the shape " + in_brackets(into.sizes()));
   }
   const auto travels = dtype.value_or(into.scalar_type());
   if (travels != into.scalar_type() && !(c10::isFloatingType(travels) && c10::isFloatingType(into.scalar_type()))) {

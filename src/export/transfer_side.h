@@ -51,7 +51,4 @@ Target target_of(const std::string& name, const at::Tensor& into, std::optional<
 /// in the group. Empty if it can.
 std::string problem_of(const TransferSide& side, const TransferSettings& settings, int rank, int ranks);
 
-/// "[0, 2]".
-std::string text_of(const std::vector<int>& ranks);
-
 }  // namespace fsdp::weights

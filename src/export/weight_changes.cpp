@@ -8,10 +8,10 @@
 #include <exception>
 #include <limits>
 #include <numeric>
-#include <random>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
+#include "checkpoint/digits.h"
 #include "export/weight_stream.h"
 #include "fsdp/error.h"
 
@@ -19,14 +19,6 @@ namespace fsdp::weights {
 namespace {
 
 constexpr comm::Label kComparison = {.operation = "full_weights: what has changed", .unit = {}};
-
-/// A name that no other snapshot has.
-std::string new_id() {
-  std::random_device random;
-  ClassicStream<std::ostringstream> id;
-  id << std::hex << random() << random();
-  return id.str();
-}
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) { return c10::multiply_integers(shape); }
 
@@ -201,11 +193,9 @@ const char* name_of(WeightReceivers receivers) {
 std::vector<std::string> form_of(const std::vector<Entry>& entries, const FullWeightsOptions& options) {
   std::vector<std::string> form = {std::string("ranks ") + name_of(options.ranks)};
   for (const auto& entry : entries) {
-    ClassicStream<std::ostringstream> line;
-    for (const auto& name : entry.names) line << "'" << name << "' ";
-    line << at::IntArrayRef(entry.shape) << " " << c10::toString(travelling_dtype(entry, options.dtype)) << ", " << entry.own.numel()
-         << " elements on this rank";
-    form.push_back(line.str());
+    form.push_back(joined(entry.names, " ", in_quotes) + " " + in_brackets(entry.shape) + " " +
+                   c10::toString(travelling_dtype(entry, options.dtype)) + ", " + std::to_string(entry.own.numel()) +
+                   " elements on this rank");
   }
   return form;
 }
@@ -246,7 +236,7 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
   auto& saved = *since_->saved_;
   std::vector<std::uint8_t> unknown = {saved.state != SnapshotState::kKnown};
   ranks_.unite(unknown, kComparison);
-  if (saved.id.empty()) saved.id = ranks_.broadcast(new_id(), kComparison);
+  if (saved.id.empty()) saved.id = ranks_.broadcast(ckpt::random_digits() + ckpt::random_digits(), kComparison);
   saved.form = form_of(entries_, options);
   saved.state = SnapshotState::kMoving;
   ++saved.streams;

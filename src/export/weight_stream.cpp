@@ -11,8 +11,8 @@
 #include <numeric>
 #include <utility>
 
-#include "base/classic_stream.h"
 #include "base/copies.h"
+#include "base/text.h"
 #include "comm/host_memory/hosts.h"
 #include "comm/parts.h"
 #include "fsdp/error.h"
@@ -42,21 +42,19 @@ comm::Ranks ranks_of(const Request& request) {
 
 /// What all ranks must ask for alike.
 std::string text_of(const Request& request, const SavedWeights* snapshot) {
-  ClassicStream<std::ostringstream> text;
-  text << "bucket_bytes " << request.options.bucket_bytes << "\ndtype "
-       << (request.options.dtype ? c10::toString(*request.options.dtype) : "of the main parameters") << "\nranks "
-       << name_of(request.options.ranks) << "\nsince " << (snapshot != nullptr ? text_of_snapshot(*snapshot) : "nothing") << "\n";
-  if (!request.problem.empty()) text << "cannot export: " << request.problem << "\n";
-  if (request.options.names) text << request.options.names->size() << " names\n";
+  auto text = "bucket_bytes " + std::to_string(request.options.bucket_bytes) + "\ndtype " +
+              (request.options.dtype ? c10::toString(*request.options.dtype) : "of the main parameters") + "\nranks " +
+              name_of(request.options.ranks) + "\nsince " + (snapshot != nullptr ? text_of_snapshot(*snapshot) : "nothing") + "\n";
+  if (!request.problem.empty()) text += "cannot export: " + request.problem + "\n";
+  if (request.options.names) text += std::to_string(request.options.names->size()) + " names\n";
   for (const auto& entry : request.entries) {
-    for (const auto& name : entry.names) text << "'" << name << "' ";
-    text << at::IntArrayRef(entry.shape) << " " << c10::toString(entry.own.scalar_type());
+    text += joined(entry.names, " ", in_quotes) + " " + in_brackets(entry.shape) + " " + c10::toString(entry.own.scalar_type());
     for (const auto& [up, down, scale, transposed] : entry.added) {
-      text << " + " << scale << " * '" << request.factors[up].names.front() << "' '" << request.factors[down].names.front() << "'";
+      text += " + " + shortest(scale) + " * '" + request.factors[up].names.front() + "' '" + request.factors[down].names.front() + "'";
     }
-    text << "\n";
+    text += "\n";
   }
-  return text.str();
+  return text;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <queue>
 #include <utility>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::layout {
@@ -44,16 +45,10 @@ class CheckedArithmetic {
   std::int64_t world_size_;
 };
 
-std::string describe(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (const std::int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
-
 void validate(const ParameterTraits& parameter) {
   const std::string name = "parameter '" + parameter.name + "'";
   for (const std::int64_t size : parameter.shape) {
-    if (size < 0) throw Error(name + " has a negative size in its shape " + describe(parameter.shape) + "; give the shape of a tensor");
+    if (size < 0) throw Error(name + " has a negative size in its shape " + in_brackets(parameter.shape) + "; give the shape of a tensor");
   }
   constexpr std::int64_t kItemsizes[] = {1, 2, 4, 8, 16};
   if (std::find(std::begin(kItemsizes), std::end(kItemsizes), parameter.itemsize) == std::end(kItemsizes)) {

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::optim {
@@ -28,9 +28,8 @@ struct Batch {
 
 at::Tensor like(const at::Tensor& value, const at::Tensor& tensor, bool is_written, Batch& batch) {
   if (tensor.sizes() != value.sizes()) {
-    ClassicStream<std::ostringstream> text;
-    text << "a parameter's part of the shape " << value.sizes() << " has state or a gradient of the shape " << tensor.sizes();
-    throw Error(text.str());
+    throw Error("a parameter's part of the shape " + in_brackets(value.sizes()) + " has state or a gradient of the shape " +
+                in_brackets(tensor.sizes()));
   }
   if (tensor.scalar_type() == value.scalar_type() && tensor.strides() == value.strides()) return tensor;
   auto copy = at::empty_strided(value.sizes(), value.strides(), value.options()).copy_(tensor);

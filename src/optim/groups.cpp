@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
-#include <span>
 #include <string_view>
 #include <type_traits>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::optim {
@@ -19,12 +18,6 @@ void require_not_negative(double value, const char* what) {
 
 bool has(const Settings& settings, std::string_view name) {
   return std::any_of(settings.begin(), settings.end(), [&](const auto& setting) { return setting.first == name; });
-}
-
-std::string joined(std::span<const double> values) {
-  std::string text;
-  for (const double value : values) text.append(" ").append(shortest(value));
-  return text;
 }
 
 /// Throws Error if a setting that can't be set differs.
@@ -69,21 +62,19 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw Error(what);
 }
 
-std::string shortest(double value) {
-  std::array<char, 32> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
-  return {digits.data(), end};
-}
-
 std::string shown(const std::string& name, const Setting& setting) {
   struct Text {
     std::string operator()(std::monostate) const { return ""; }
     std::string operator()(bool on) const { return on ? " true" : ""; }
     std::string operator()(std::int64_t value) const { return std::string(" ").append(std::to_string(value)); }
-    std::string operator()(double value) const { return joined({&value, 1}); }
+    std::string operator()(double value) const { return std::string(" ").append(shortest(value)); }
     std::string operator()(const std::string& value) const { return std::string(" ").append(value); }
-    std::string operator()(const std::pair<double, double>& value) const { return joined(std::array{value.first, value.second}); }
-    std::string operator()(const std::vector<double>& values) const { return joined(values); }
+    std::string operator()(const std::pair<double, double>& value) const {
+      return std::string(" ").append(shortest(value.first)).append(" ").append(shortest(value.second));
+    }
+    std::string operator()(const std::vector<double>& values) const {
+      return values.empty() ? "" : std::string(" ").append(joined(values, " ", shortest));
+    }
   };
   const auto text = std::visit(Text{}, setting);
   return text.empty() ? "" : std::string(", ").append(name).append(text);

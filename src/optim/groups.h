@@ -96,9 +96,6 @@ void restore(const Settings& own, const Settings& saved, const std::function<Set
 /// Returns a text such as ", eps 1e-08"; nothing for None and False.
 std::string shown(const std::string& name, const Setting& setting);
 
-/// Returns the number in as few digits as identify it.
-std::string shortest(double value);
-
 /// Throws Error(what) unless `holds` is true.
 void require(bool holds, const std::string& what);
 

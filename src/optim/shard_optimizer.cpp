@@ -14,6 +14,7 @@
 #include "base/after_error.h"
 #include "base/replays.h"
 #include "base/stream_capture.h"
+#include "base/text.h"
 #include "comm/mesh/ranks.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
@@ -123,12 +124,12 @@ void Optimizer::State::tell_settings() {
   for (const auto& algorithm : algorithms) {
     for (std::size_t g = 1; g < algorithm->group_count(); ++g) {
       const auto lr = algorithm->lr(g);
-      if (lr.factor != first.factor) own += ", lr of group " + std::to_string(g - (has_defaults ? 1 : 0)) + " " + optim::shortest(lr.now());
+      if (lr.factor != first.factor) own += ", lr of group " + std::to_string(g - (has_defaults ? 1 : 0)) + " " + shortest(lr.now());
     }
   }
   if (own.empty() && told->first == first.now()) return;
   told->first = own.empty() ? first.now() : std::numeric_limits<double>::quiet_NaN();
-  engine->main().tell_update(number, std::string("lr ").append(optim::shortest(first.now())).append(own).append(told->second));
+  engine->main().tell_update(number, std::string("lr ").append(shortest(first.now())).append(own).append(told->second));
 }
 
 void Optimizer::State::refuse_torn() const {

@@ -6,19 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "base/text.h"
 #include "paging/paged_model.h"
 
 namespace fsdp::paging {
 namespace {
 
 constexpr std::size_t kNamed = 20;
-
-std::string list(const std::vector<std::string>& names) {
-  std::string text;
-  for (std::size_t i = 0; i < names.size() && i < kNamed; ++i) text += (i == 0 ? "'" : ", '") + names[i] + "'";
-  if (names.size() > kNamed) text += " and " + std::to_string(names.size() - kNamed) + " more";
-  return text;
-}
 
 /// True if the parameter still requires a gradient, as it did in fully_shard.
 bool is_trained(const engine::UnitParameter& parameter) {
@@ -46,14 +40,14 @@ void warn_of_unused(engine::Engine& engine) {
     if (!unit->options.requires_gradient_sync || (unit->communicators.outer && !unit->options.requires_all_reduce)) return;
     for (const auto& parameter : unit->parameters) {
       any = any || parameter.has_gradient;
-      if (is_trained(parameter) && !parameter.has_gradient) unused.push_back(parameter.name);
+      if (is_trained(parameter) && !parameter.has_gradient) unused.push_back(in_quotes(parameter.name));
     }
   }
   if (!any) return;
   model.checked_unused = true;
   if (unused.empty() || engine.options().mesh.rank() != 0) return;
   TORCH_WARN(
-      "fsdp: the first backward gave no gradient on any rank to ", list(unused),
+      "fsdp: the first backward gave no gradient on any rank to ", first_names(unused, kNamed),
       ", which need one: nothing that led to the loss used them. Optimizers skip them for as long as that is so, but they are "
       "sharded, gathered and kept. If that is not intended: parameters are tied by fsdp::tie_parameters before fully_shard, and frozen by "
       "requires_grad_(false). (Said once per model.)");

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/size_text.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::planning {
@@ -99,13 +99,11 @@ PlannedChoice keep(const Budget& budget, PlannedChoice without) {
 
 std::string names_of(const std::vector<bool>& kept, const Observed& observed) {
   constexpr std::size_t kMostNames = 8;
-  std::string names;
-  std::size_t count = 0;
+  std::vector<std::string> names;
   for (std::size_t k = 0; k < kept.size(); ++k) {
-    if (!kept[k] || ++count > kMostNames) continue;
-    names += (names.empty() ? "'" : ", '") + observed.plan.units[k].name + "'";
+    if (kept[k]) names.push_back(in_quotes(observed.plan.units[k].name));
   }
-  return names + (count > kMostNames ? ", and " + std::to_string(count - kMostNames) + " more" : "");
+  return first_names(names, kMostNames);
 }
 
 /// `tried`: the choices before this one, with what they need. `unless_recomputed`: what this one needs if nothing is recomputed.

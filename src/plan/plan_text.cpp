@@ -5,13 +5,15 @@
 #include <vector>
 
 #include "base/classic_stream.h"
-#include "base/size_text.h"
+#include "base/text.h"
 #include "fsdp/plan.h"
 
 namespace fsdp {
 namespace {
 
 using Line = std::vector<std::string>;
+
+constexpr std::string_view kIndent = "  ";
 
 std::string in_units(double value, double step, const std::vector<const char*>& units) {
   std::size_t unit = 0;
@@ -20,23 +22,6 @@ std::string in_units(double value, double step, const std::vector<const char*>& 
     ++unit;
   }
   return with_decimals(value, unit == 0 ? 0 : 2) + (*units[unit] == '\0' ? "" : " ") + units[unit];
-}
-
-/// Columns as wide as their widest entries. The first one is text, and the others are numbers.
-std::string table(const std::vector<Line>& rows) {
-  std::vector<std::size_t> widths;
-  for (const auto& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
-  }
-  std::string text;
-  for (const auto& row : rows) {
-    std::string line = "  " + row[0] + std::string(widths[0] - row[0].size(), ' ');
-    for (std::size_t c = 1; c < row.size(); ++c) line += "  " + std::string(widths[c] - row[c].size(), ' ') + row[c];
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
-  return text;
 }
 
 /// A bar of up to 30 signs for a share of the whole.
@@ -124,7 +109,7 @@ nlohmann::ordered_json json_of(const WireStats& stats) {
           {"all_gathers", stats.all_gathers},           {"reduce_scatters", stats.reduce_scatters}};
 }
 
-/// The table of memory by kind. Bars are text, and stand in the last column.
+/// The table of memory by kind, with bars in the last column.
 std::string memory_table(const Plan& plan) {
   std::vector<Line> rows = {{"", "at the peak", "most"}};
   std::vector<std::string> bars = {""};
@@ -137,14 +122,14 @@ std::string memory_table(const Plan& plan) {
     add(name, at_peak, size_text(most), fsdp2);
     bars.push_back(at_peak > 0 ? bar(at_peak, plan.peak.device()) : "");
   }
-  const auto width = std::ranges::max_element(bars, {}, &std::string::size)->size();
-  for (std::size_t k = 0; k < bars.size(); ++k) rows[k].push_back(bars[k] + std::string(width - bars[k].size(), ' '));
+  const auto numbers = rows[0].size() - 1;
+  for (std::size_t k = 0; k < bars.size(); ++k) rows[k].push_back(bars[k]);
   add("device", plan.peak.device(), "", plan.fsdp2 ? plan.fsdp2->peak.device() : 0);
   const auto host_of_fsdp2 = plan.fsdp2 ? plan.fsdp2->peak.host : 0;
   auto host = std::max(plan.memory.host.peak, plan.peak.host);
   for (const auto& moment : plan.moments) host = std::max(host, moment.most.host);
   if (host > 0) add("host", plan.peak.host, size_text(host), host_of_fsdp2);
-  auto text = table(rows);
+  auto text = table(rows, numbers, kIndent);
   if (plan.fsdp2) text += "  (FSDP2 has its peak in " + plan.fsdp2->moment + ".)\n";
   return text;
 }
@@ -156,13 +141,13 @@ std::string Plan::text() const {
                      in_units(static_cast<double>(elements), 1000, {"", "K", "M", "B"}) + " elements in " + std::to_string(units.size()) +
                      (units.size() == 1 ? " unit\n" : " units\n");
   text += "\nMemory of a rank. Its peak is in " + moment + ":\n";
-  text += memory_table(*this) + "\nUnits:\n" + table(unit_rows(*this)) + "\nSent by a rank in a step:\n";
+  text += memory_table(*this) + "\nUnits:\n" + table(unit_rows(*this), 8, kIndent) + "\nSent by a rank in a step:\n";
   std::vector<Line> rows = {{"dimension", "ranks", "gathers", "reductions", "control"}};
   for (const auto& link : links) {
     rows.push_back({link.dim, std::to_string(link.ranks), size_text(link.sent.all_gather_bytes), size_text(link.sent.reduce_scatter_bytes),
                     size_text(link.sent.control_bytes)});
   }
-  return text + table(rows);
+  return text + table(rows, 4, kIndent);
 }
 
 std::string Plan::json() const {

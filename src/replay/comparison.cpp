@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 
+#include "base/text.h"
 #include "replay/digest.h"
 
 namespace fsdp::replay {
@@ -101,7 +102,7 @@ void RankComparison::add_flags(std::vector<std::string>& lines, const engine::Un
     for (std::size_t rank = 0; rank < column.flags.size(); ++rank) {
       if ((column.flags[rank] & flag) != 0) found.push_back(global_ranks_[rank]);
     }
-    if (!found.empty()) lines.push_back(before + of_unit(unit) + after + " on " + ranks_text(found));
+    if (!found.empty()) lines.push_back(before + of_unit(unit) + after + " on " + names_of_ranks(found));
   };
   const bool whole_differs = !std::equal(column.whole.begin() + 1, column.whole.end(), column.whole.begin());
   add(kRememberedDiffers, "main parameters", " are not those that remember_parameters() has seen after the update: memory has changed");
@@ -125,7 +126,7 @@ void RankComparison::add_sums(std::vector<std::string>& lines, const engine::Uni
       if (other != rank && (other / inner == rank / inner || other % inner == rank % inner)) senders.push_back(global_ranks_[other]);
     }
     lines.push_back("reduced gradients" + of_unit(unit) + " had other bits when they were reduced again on rank " +
-                    std::to_string(global_ranks_[rank]) + ": it has summed wrongly, or what " + ranks_text(senders) +
+                    std::to_string(global_ranks_[rank]) + ": it has summed wrongly, or what " + names_of_ranks(senders) +
                     (senders.size() == 1 ? " has" : " have") + " sent to it was damaged");
   }
 }
@@ -146,10 +147,10 @@ std::vector<std::string> RankComparison::compare_whole(std::size_t unit_index, c
     const auto verdict = decide(votes);
     if (verdict.agreed) return std::nullopt;
     if (verdict.decided) {
-      return "parameters" + of_unit(unit) + " differ: " + ranks_text(verdict.wrong) + " against " + ranks_text(verdict.right) +
+      return "parameters" + of_unit(unit) + " differ: " + names_of_ranks(verdict.wrong) + " against " + names_of_ranks(verdict.right) +
              ", which agree";
     }
-    return "parameters" + of_unit(unit) + " differ between " + ranks_text(verdict.right) + "; which are right can't be decided";
+    return "parameters" + of_unit(unit) + " differ between " + names_of_ranks(verdict.right) + "; which are right can't be decided";
   };
   std::vector<std::size_t> everyone(global_ranks_.size());
   for (std::size_t rank = 0; rank < everyone.size(); ++rank) everyone[rank] = rank;
@@ -226,11 +227,11 @@ std::optional<std::string> RankComparison::settle_dispute() const {
     auto line = "gradients" + of_unit(*testimony_.units[units_[*first]]);
     if (differ > 1) line += " (the first in backward of " + std::to_string(differ) + " whose gradients differ)";
     line += " from the batch of rank " + std::to_string(global_ranks_[origin]);
-    if (!verdict.decided) return line + " differ between " + ranks_text(verdict.right) + "; which are right can't be decided";
-    line += " are wrong on " + ranks_text(verdict.wrong);
+    if (!verdict.decided) return line + " differ between " + names_of_ranks(verdict.right) + "; which are right can't be decided";
+    line += " are wrong on " + names_of_ranks(verdict.wrong);
     return verdict.right.empty()
                ? line + ", but not each time"
-               : line + "; " + ranks_text(verdict.right) + (verdict.right.size() == 1 ? " has" : " have") + " found others";
+               : line + "; " + names_of_ranks(verdict.right) + (verdict.right.size() == 1 ? " has" : " have") + " found others";
   }
   return std::nullopt;
 }

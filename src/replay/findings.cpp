@@ -26,13 +26,4 @@ Verdict decide(std::span<const Vote> votes) {
   return verdict;
 }
 
-std::string ranks_text(std::span<const std::int64_t> ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
-
 }  // namespace fsdp::replay

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 namespace fsdp::replay {
@@ -23,8 +22,5 @@ struct Verdict {
 
 /// Decides by majority: of three votes, two; of four (two ranks, two votes each), three.
 Verdict decide(std::span<const Vote> votes);
-
-/// "rank 3", "ranks 1, 2 and 3"
-std::string ranks_text(std::span<const std::int64_t> ranks);
 
 }  // namespace fsdp::replay

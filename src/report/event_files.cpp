@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "base/classic_stream.h"
+#include "base/text.h"
 #include "events/event_file.h"
 #include "events/process_stat.h"
 #include "events/program_stack.h"
@@ -220,7 +221,7 @@ Run read_run(const fs::path& folder, std::size_t most_events) {
   auto run = Reader(folder, most_events).take();
   if (run.ranks.empty() && !run.left_out.empty()) throw Error(run.left_out.front());
   if (const auto earlier = drop_earlier_runs(run.ranks); !earlier.empty())
-    run.left_out.push_back("files of " + names_of(earlier) + ", which an earlier run has left");
+    run.left_out.push_back("files of " + names_of_ranks(earlier) + ", which an earlier run has left");
   look_again(run.ranks);
   return run;
 }
@@ -268,24 +269,6 @@ std::vector<std::string> lines_of_program(const EventWriter& writer) {
     text = std::move(now);
   }
   return text.find(events::kNativeStack) == std::string::npos ? lines_of_main_thread(text) : lines_of_native_stack(text, writer.process);
-}
-
-std::string names_of(std::vector<std::int64_t> ranks) {
-  constexpr int kMostRuns = 8;
-  std::sort(ranks.begin(), ranks.end());
-  std::vector<std::string> runs;
-  std::size_t i = 0;
-  for (; i < ranks.size() && runs.size() < kMostRuns; ++i) {
-    const auto first = ranks[i];
-    runs.push_back(std::to_string(first));
-    if (i + 2 >= ranks.size() || ranks[i + 2] != first + 2) continue;  // "0 and 1", but "0-2"
-    while (i + 1 < ranks.size() && ranks[i + 1] == ranks[i] + 1) ++i;
-    runs.back().append(1, '-').append(std::to_string(ranks[i]));
-  }
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t k = 0; k < runs.size(); ++k)
-    text += (k == 0 ? "" : k + 1 == runs.size() && i == ranks.size() ? " and " : ", ") + runs[k];
-  return i == ranks.size() ? text : text + " and " + std::to_string(ranks.size() - i) + " more";
 }
 
 }  // namespace fsdp::report

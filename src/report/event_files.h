@@ -56,7 +56,4 @@ bool lives(const RankEvents& rank);
 /// Waits up to a second for the answer.
 std::vector<std::string> lines_of_program(const events::EventWriter& writer);
 
-/// "rank 1", "ranks 0 and 2-7"; of very many, the first ones.
-std::string names_of(std::vector<std::int64_t> ranks);
-
 }  // namespace fsdp::report

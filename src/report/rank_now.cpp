@@ -58,8 +58,7 @@ bool RankNow::has_called(const RowNumber& which) const {
 }
 
 std::string RankNow::text_of(const Collective& collective) const {
-  const auto operation = text_of(collective.call.operation);
-  return (operation.empty() ? "a collective" : "the " + std::string(operation)) + events::of_unit_text(text_of(collective.call.unit));
+  return events::call_text(text_of(collective.call.operation), text_of(collective.call.unit));
 }
 
 bool RankNow::are_alike(const Collective& collective, const RankNow& other, const Collective& others) const {

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"

@@ -4,7 +4,7 @@
 #include <charconv>
 #include <system_error>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace fsdp::report {

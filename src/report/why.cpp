@@ -1,7 +1,6 @@
 #include "report/why.h"
 
 #include <algorithm>
-#include <iomanip>
 #include <iterator>
 #include <map>
 #include <set>
@@ -9,7 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "events/row_name.h"
 #include "fsdp/error.h"
 #include "report/native_stack.h"
@@ -25,9 +24,7 @@ constexpr double kComputes = 0.5;  // processors
 
 std::string seconds(std::int64_t ns) {
   const auto number = static_cast<double>(std::max<std::int64_t>(ns, 0)) / static_cast<double>(kSecond);
-  ClassicStream<std::ostringstream> text;
-  text << std::fixed << std::setprecision(number < 10 ? 2 : number < 100 ? 1 : 0) << number << " s";
-  return text.str();
+  return with_decimals(number, number < 10 ? 2 : number < 100 ? 1 : 0) + " s";
 }
 
 std::string capital(std::string text) {
@@ -75,7 +72,7 @@ class Diagnosis {
 
   Why make() const {
     auto why = cause();
-    if (!missing_.empty() && why.cause != Cause::kNoFile) why.text += " There is no file of " + names_of(missing_) + ".";
+    if (!missing_.empty() && why.cause != Cause::kNoFile) why.text += " There is no file of " + names_of_ranks(missing_) + ".";
     return why;
   }
 
@@ -148,11 +145,11 @@ class Diagnosis {
     const auto& odd = groups.back();
     const bool decided = odd.size() < usual.size();
     Why why{.cause = Cause::kOtherCall, .rank = decided && odd.size() == 1 ? odd.front() : -1, .text = {}};
-    why.text = decided ? capital(names_of(odd)) + (odd.size() == 1 ? " is" : " are") + " in another call than the others: "
+    why.text = decided ? capital(names_of_ranks(odd)) + (odd.size() == 1 ? " is" : " are") + " in another call than the others: "
                        : "The ranks make different calls: ";
-    why.text += names_of(odd) + (odd.size() == 1 ? " has called " : " have called ") + text(odd) + ", and " + names_of(usual) +
+    why.text += names_of_ranks(odd) + (odd.size() == 1 ? " has called " : " have called ") + text(odd) + ", and " + names_of_ranks(usual) +
                 (usual.size() == 1 ? " has called " : " have called ") + text(usual) + "." + last_common(which);
-    if (why.rank >= 0) why.text += " " + capital(names_of({why.rank})) + " was last " + at(why.rank).activity() + ".";
+    if (why.rank >= 0) why.text += " " + capital(names_of_ranks({why.rank})) + " was last " + at(why.rank).activity() + ".";
     return with_place(std::move(why), why.rank >= 0 ? why.rank : odd.front());
   }
 
@@ -197,7 +194,7 @@ class Diagnosis {
     const auto& writer = first->left.writer;
     return Why{.cause = Cause::kDead,
                .rank = first->rank(),
-               .text = capital(names_of({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
+               .text = capital(names_of_ranks({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
                        writer.host.data() +
                        ") has ended without a word, by a signal, a crash or _exit (`dmesg` tells if the system was out of " +
                        "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
@@ -214,12 +211,12 @@ class Diagnosis {
     for (const auto& [number, rank] : ranks_) {
       if (rank == &dead) continue;
       if (rank->failure && rank->failure->in && rank->failure->in->number != 0) {
-        return " " + capital(names_of({number})) + " has failed therefore in " + text_of(*rank->failure->in) + "." +
+        return " " + capital(names_of_ranks({number})) + " has failed therefore in " + text_of(*rank->failure->in) + "." +
                last_common(*rank->failure->in);
       }
       if (!rank->waits.empty()) {
         const auto& which = rank->waits.begin()->first;
-        return " " + capital(names_of({number})) + " waits in " + text_of(which) + "." + last_common(which);
+        return " " + capital(names_of_ranks({number})) + " waits in " + text_of(which) + "." + last_common(which);
       }
     }
     return {};
@@ -244,13 +241,13 @@ class Diagnosis {
         const bool came = call != nullptr ? call->posted <= failure.time : at(member).has_called(*failure.in);
         if (came || member == first->rank()) continue;
         auto why = not_arrived(member, *failure.in, {first->rank()});
-        why.text += " " + capital(names_of({first->rank()})) + " has given up: " + failure.text;
+        why.text += " " + capital(names_of_ranks({first->rank()})) + " has given up: " + failure.text;
         return why;
       }
     }
     const bool differ = failure.text.find("the ranks make different calls") != std::string::npos;
     Why why{.cause = differ ? Cause::kOtherCall : Cause::kFailed, .rank = differ ? -1 : first->rank(), .text = {}};
-    why.text = capital(names_of({first->rank()})) + " has failed first";
+    why.text = capital(names_of_ranks({first->rank()})) + " has failed first";
     if (failure.in && failure.in->number != 0) why.text += ", in " + text_of(*failure.in);
     why.text += ", when it was " + first->activity() + (failure.text.empty() ? "." : ": " + failure.text);
     if (failure.in && failure.in->number != 0) why.text += last_common(*failure.in);
@@ -299,14 +296,14 @@ class Diagnosis {
     for (const auto& [rank, found] : late) {
       if (rank != first->first) others.push_back(rank);
     }
-    if (!others.empty()) why.text += " Ranks also wait for " + names_of(others) + ".";
+    if (!others.empty()) why.text += " Ranks also wait for " + names_of_ranks(others) + ".";
     return why;
   }
 
   /// The rank that `waiting` wait for.
   Why not_arrived(std::int64_t number, const RowNumber& which, const std::vector<std::int64_t>& waiting) const {
     const auto& rank = at(number);
-    const auto name = capital(names_of({number}));
+    const auto name = capital(names_of_ranks({number}));
     const auto lines = lines_of(rank);
     const auto& first = at(waiting.front());
     Why why{.cause = Cause::kNotArrived, .rank = number, .text = {}};
@@ -332,7 +329,7 @@ class Diagnosis {
       why.text = name + " has not arrived.";
     }
     const auto since = first.waits.contains(which) ? until(first) - first.waits.at(which) : 0;
-    why.text += " " + capital(names_of(waiting)) + have_waited(waiting.size(), since) + " in " + text_of(which) + ", which rank " +
+    why.text += " " + capital(names_of_ranks(waiting)) + have_waited(waiting.size(), since) + " in " + text_of(which) + ", which rank " +
                 std::to_string(number) + " " + (rank.has_called(which) ? "has called, but not completed" : "has not called") + ".";
     why.text += " It " + std::string(rank.left.process == ProcessState::kDead ? "was " : "is ") + rank.activity() + ", for " +
                 seconds(until(rank) - rank.last_move) + ".";
@@ -365,9 +362,9 @@ class Diagnosis {
     const bool one = without_file.size() == 1;
     return Why{.cause = Cause::kNoFile,
                .rank = one ? without_file.front() : -1,
-               .text = capital(names_of(waiting_.at(*unknown))) + (waiting_.at(*unknown).size() == 1 ? " waits in " : " wait in ") +
+               .text = capital(names_of_ranks(waiting_.at(*unknown))) + (waiting_.at(*unknown).size() == 1 ? " waits in " : " wait in ") +
                        text_of(*unknown) + ", which all ranks have called that have left a file. There is no file of " +
-                       names_of(without_file) +
+                       names_of_ranks(without_file) +
                        (one ? ": it is the one that the others wait for." : ": it is one of these that the others wait for.") +
                        last_common(*unknown)};
   }
@@ -383,10 +380,10 @@ class Diagnosis {
     for (const auto member : known_members(which.row)) hosts[at(member).left.writer.host.data()].push_back(member);
     Why why{.cause = Cause::kLink, .rank = -1, .text = {}};
     why.text = "The link is slow or cut: all ranks of '" + which.row.substr(0, which.row.find(' ')) + "' have called " + text_of(which) +
-               ", and " + names_of(waiting) +
+               ", and " + names_of_ranks(waiting) +
                have_waited(waiting.size(), until(at(waiting.front())) - at(waiting.front()).waits.at(which)) + " for data.";
     for (const auto& [host, of_host] : hosts) {
-      if (hosts.size() > 1) why.text += " On " + host + ": " + names_of(of_host) + ".";
+      if (hosts.size() > 1) why.text += " On " + host + ": " + names_of_ranks(of_host) + ".";
     }
     why.text += last_common(which);
     return why;
@@ -400,9 +397,10 @@ class Diagnosis {
         const auto& others = other.waits.begin()->first;
         return Why{.cause = Cause::kEachOther,
                    .rank = -1,
-                   .text = "The ranks wait for each other: " + names_of(waiting) + " in " + text_of(which) + " of '" + row_text(which) +
-                           "', which " + names_of({member}) + " has not called, and " + names_of({member}) + " in " + text_of(others) +
-                           " of '" + row_text(others) + "'. All ranks must make their calls in the same order." + last_common(which)};
+                   .text = "The ranks wait for each other: " + names_of_ranks(waiting) + " in " + text_of(which) + " of '" +
+                           row_text(which) + "', which " + names_of_ranks({member}) + " has not called, and " + names_of_ranks({member}) +
+                           " in " + text_of(others) + " of '" + row_text(others) + "'. All ranks must make their calls in the same order." +
+                           last_common(which)};
       }
     }
     return {};
@@ -450,7 +448,7 @@ class Diagnosis {
 
   Why with_place(Why why, std::int64_t rank) const {
     if (const auto place = place_in(lines_of(at(rank))); !place.empty()) {
-      why.text += " " + capital(names_of({rank})) + " is at " + place + ".";
+      why.text += " " + capital(names_of_ranks({rank})) + " is at " + place + ".";
     }
     return why;
   }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/any_strides.h"
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
 #include "comm/mesh/ranks.h"
@@ -206,12 +206,11 @@ void fill_buffers(const std::vector<UnitPlan>& plans, const std::vector<std::uni
 }
 
 std::string describe(const torch::nn::Module& root, const FullyShardOptions& options) {
-  ClassicStream<std::ostringstream> text;
-  text << "initial_values " << static_cast<int>(options.initial_values) << "\n";
-  if (options.initial_values != InitialValues::kFromRank0) return text.str();
+  auto text = "initial_values " + std::to_string(static_cast<int>(options.initial_values)) + "\n";
+  if (options.initial_values != InitialValues::kFromRank0) return text;
   const auto add = [&](const std::string& what, const at::Tensor& tensor) {
     if (tensor.layout() != at::kStrided) throw Error(what + " is not dense, and can't be sent by InitialValues::kFromRank0; use kOwn");
-    text << what << " " << tensor.sizes() << " " << c10::toString(tensor.scalar_type()) << "\n";
+    text += what + " " + in_brackets(tensor.sizes()) + " " + c10::toString(tensor.scalar_type()) + "\n";
   };
   for (const auto& item : root.named_buffers()) {
     if (item.value().defined()) add("buffer '" + item.key() + "'", item.value());
@@ -221,7 +220,7 @@ std::string describe(const torch::nn::Module& root, const FullyShardOptions& opt
       add("ignored parameter '" + item.key() + "'", item.value());
     }
   }
-  return text.str();
+  return text;
 }
 
 }  // namespace fsdp::shard

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/classic_stream.h"
+#include "base/text.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
 #include "fsdp/deferred_init.h"
@@ -380,9 +381,7 @@ std::string types_below(const torch::nn::Module& root) {
   for (const auto& item : root.named_modules("", /*include_self=*/false)) {
     if (std::find(types.begin(), types.end(), item.value()->name()) == types.end()) types.push_back(item.value()->name());
   }
-  std::string text;
-  for (std::size_t i = 0; i < types.size() && i < kMost; ++i) text += (i == 0 ? "" : ", ") + types[i];
-  return types.size() > kMost ? text + " and others" : text;
+  return first_names(types, kMost);
 }
 
 /// True if the predicate accepts a module that is a unit already. The root is left out, because predicates need not expect a module without

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 #include "state/source.h"
 
@@ -19,9 +20,7 @@ namespace {
 constexpr std::int64_t kComparedAtOnce = std::int64_t{1} << 20;
 
 std::string text_of(const Source::Tensor& tensor) {
-  std::string text = std::string(ckpt::names_of(tensor.dtype).name) + " [";
-  for (std::size_t d = 0; d < tensor.shape.size(); ++d) text += (d == 0 ? "" : ", ") + std::to_string(tensor.shape[d]);
-  return text + "]";
+  return std::string(ckpt::names_of(tensor.dtype).name) + " " + in_brackets(tensor.shape);
 }
 
 /// Returns the values, or, if a byte holds two numbers, one element for each number.

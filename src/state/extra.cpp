@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/text.h"
 #include "fsdp/error.h"
 #include "state/snapshot.h"
 
@@ -234,11 +235,8 @@ const ExtraValue& detail::extra_named(const ExtraState& extra, const std::string
   if (const auto* value = find(extra, name)) return *value;
   std::vector<std::string> names;
   list_names(extra, "", names);
-  std::string text = "there is no extra state '" + name + "'";
-  for (std::size_t i = 0; i < names.size() && i < kMostNamed; ++i) text += (i == 0 ? "; there is " : ", ") + names[i];
-  if (names.empty()) text += ", and none at all";
-  if (names.size() > kMostNamed) text += " and " + std::to_string(names.size() - kMostNamed) + " more";
-  throw Error(text);
+  throw Error("there is no extra state '" + name + "'" +
+              (names.empty() ? ", and none at all" : "; there is " + first_names(names, kMostNamed)));
 }
 
 void detail::refuse_extra(const std::string& name, std::size_t found, std::size_t wanted) {

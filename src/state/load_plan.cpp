@@ -6,6 +6,7 @@
 
 #include "base/after_error.h"
 #include "base/any_strides.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 #include "state/texts.h"
 
@@ -19,12 +20,6 @@ constexpr std::array<std::string_view, 3> kOtherPrefixes = {"extra.", "rank_extr
 constexpr const char* kNoLongerWhole =
     "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again";
 constexpr const char* kHalfway = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:";
-
-std::string text_of_shape(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const auto size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
-  return text.empty() ? "[]" : text + "]";
-}
 
 std::string name_of_count(const std::string& parameter) { return std::string(kOptimizerPrefix) + "state." + parameter + ".step"; }
 
@@ -80,8 +75,8 @@ void LoadPlan::add(const StateItem& item, const std::vector<std::string>& aliase
     throw Error(source_->path() + ": '" + stored + "' is no tensor");
   }
   if (tensor->shape != item.shape) {
-    throw Error(source_->path() + ": '" + stored + "' has shape " + text_of_shape(tensor->shape) + ", the model's has " +
-                text_of_shape(item.shape));
+    throw Error(source_->path() + ": '" + stored + "' has shape " + in_brackets(tensor->shape) + ", the model's has " +
+                in_brackets(item.shape));
   }
   if (item.values.numel() > 0) transfer_.add(stored, item.box, item.offset, item.values);
   if (item.source.defined()) copies_.push_back(item);

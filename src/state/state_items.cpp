@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/any_strides.h"
+#include "base/text.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "optim/shard_optimizer.h"
@@ -46,11 +47,7 @@ bool owns_first_element(const engine::Engine& engine, const engine::Unit& unit, 
 
 }  // namespace
 
-std::string StateItem::key() const {
-  std::string key;
-  for (const auto& part : path) key += (key.empty() ? "" : ".") + part;
-  return key;
-}
+std::string StateItem::key() const { return joined(path, "."); }
 
 std::vector<StateItem> model_items(torch::nn::Module& module, const std::string& prefix) {
   const auto engine = handle(module).engine();

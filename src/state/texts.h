@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/text.h"
+
 namespace fsdp::state {
 
 /// Lists names for a message, one per line.
@@ -31,8 +33,7 @@ inline std::set<std::string> prefixes_before(const std::vector<std::string>& nam
 inline std::string advice_on_prefixes(const std::set<std::string>& prefixes, std::string_view option) {
   constexpr std::size_t kMost = 5;
   if (prefixes.size() > kMost) return "";
-  std::string text;
-  for (const auto& prefix : prefixes) text += (text.empty() ? "'" : ", '") + prefix + "'";
+  const auto text = joined(prefixes, ", ", in_quotes);
   return text.empty() ? text : "; it has this below " + text + ": pass " + std::string(option) + " with that prefix";
 }
 

@@ -52,7 +52,7 @@ std::pair<DcpMetadata, ckpt::ListedFile> unpacked(const std::string& text) {
 }
 
 /// Joins the metadata of all ranks. Throws Error unless the boxes of every tensor contain each element exactly once.
-DcpMetadata joined(const std::vector<DcpMetadata>& parts) {
+DcpMetadata united(const std::vector<DcpMetadata>& parts) {
   DcpMetadata all;
   std::map<std::string, std::size_t> position;
   for (const auto& part : parts) {
@@ -122,7 +122,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
         metadata.push_back(std::move(some));
         listed.push_back(std::move(file));
       }
-      ckpt::seal_dcp(folder, joined(metadata), std::move(listed));
+      ckpt::seal_dcp(folder, united(metadata), std::move(listed));
       replaced = ckpt::commit_step(folder, path);
     });
   } catch (...) {

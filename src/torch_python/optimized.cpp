@@ -3,7 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "fsdp/error.h"
 
 namespace py = pybind11;
@@ -57,11 +57,9 @@ constexpr const char* kElsewhere = "Use an optimizer of torch.optim for it";
 bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has(c10::DispatchKey::Python); }
 
 [[noreturn]] void refuse(const std::string& optimizer, const py::dict& group, std::size_t number, std::size_t i, const std::string& what) {
-  ClassicStream<std::ostringstream> text;
-  text << optimizer << ": parameter " << i << " of group " << number;
-  if (group.contains("param_names")) text << " ('" << py::cast<std::string>(group["param_names"][py::int_(i)]) << "')";
-  text << ' ' << what;
-  throw Error(text.str());
+  auto text = optimizer + ": parameter " + std::to_string(i) + " of group " + std::to_string(number);
+  if (group.contains("param_names")) text += " ('" + py::cast<std::string>(group["param_names"][py::int_(i)]) + "')";
+  throw Error(text + " " + what);
 }
 
 /// Returns the tensors of the keys; fewer if one is missing.
@@ -121,9 +119,8 @@ OptimizedGroup optimized(const std::string& optimizer, const py::dict& group, st
     if (!value.is_floating_point())
       refuse(optimizer, group, number, i, std::string("is not of a real floating-point dtype. ") + kElsewhere);
     if (local_gradient.sizes() != value.sizes()) {
-      ClassicStream<std::ostringstream> text;
-      text << "has the shape " << value.sizes() << " on this rank, its gradient " << local_gradient.sizes();
-      refuse(optimizer, group, number, i, text.str());
+      refuse(optimizer, group, number, i,
+             "has the shape " + in_brackets(value.sizes()) + " on this rank, its gradient " + in_brackets(local_gradient.sizes()));
     }
     auto own_state = state_of(state, parameter, key_objects);
     if (own_state.size() < keys.size()) {

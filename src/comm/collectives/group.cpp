@@ -13,6 +13,7 @@
 #include "comm/collectives/store_progress.h"
 #include "comm/host_memory/progress.h"
 #include "comm/launch/endings.h"
+#include "events/activity.h"
 #include "events/event_ring.h"
 
 namespace fsdp::comm {
@@ -242,7 +243,7 @@ std::string Group::last_call_of(int neighbour, std::uint64_t before) const {
   constexpr std::uint64_t kLookedAt = 16;
   for (std::uint64_t number = before; number > 0 && number + kLookedAt > before; --number) {
     const Call* const call = shared->call_of(neighbour - shared->first(), number);
-    if (call != nullptr) return "the " + std::string(call->operation) + of_unit(call->unit);
+    if (call != nullptr) return events::call_text(call->operation, call->unit);
   }
   return {};
 }

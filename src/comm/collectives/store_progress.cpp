@@ -36,7 +36,6 @@ RankProgress parse(std::istream& text) {
   return progress;
 }
 
-std::string to_text(const std::vector<std::uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<std::uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 }  // namespace
@@ -123,7 +122,7 @@ void StoreProgress::look() noexcept {
     }
     const auto progress = progress_of(events::RankReplay(events::recorded()), events::text_of, rows);
     if (progress.waits) return;
-    store_->set(key_of(rank_), to_bytes(text_of(questions, progress)));
+    store_->set(key_of(rank_), text_of(questions, progress));
     if (!std::exchange(has_answered_, true)) store_->append(kWhoAnswered, to_bytes(std::to_string(rank_) + "\n"));
     answered_ = questions;
   } catch (...) {  // The rank that has served the store has ended.
@@ -138,9 +137,9 @@ std::map<std::int64_t, RankProgress> StoreProgress::ask() noexcept {
     const auto question = store_->add(kQuestions, 1);
     std::this_thread::sleep_for(2 * interval_);
     if (!store_->check({kWhoAnswered})) return answers;
-    ClassicStream<std::istringstream> ranks(to_text(store_->get(kWhoAnswered)));
+    ClassicStream<std::istringstream> ranks(store_->get_to_str(kWhoAnswered));
     for (std::int64_t rank = 0; ranks >> rank;) {
-      ClassicStream<std::istringstream> text(to_text(store_->get(key_of(rank))));
+      ClassicStream<std::istringstream> text(store_->get_to_str(key_of(rank)));
       std::int64_t answered = 0;
       // What was told before does not say where the rank is now.
       if (text >> answered && text.get() && answered >= question) answers.emplace(rank, parse(text));

@@ -102,8 +102,7 @@ WaitNotice::OwnWait WaitNotice::own_wait() const {
   const auto* const open = own.awaited(source_);
   if (open == nullptr) return {};
   const auto& call = open->call;
-  return {.number = call.number,
-          .text = "the " + std::string(events::text_of(call.operation)) + events::of_unit_text(events::text_of(call.unit))};
+  return {.number = call.number, .text = events::call_text(events::text_of(call.operation), events::text_of(call.unit))};
 }
 
 std::optional<RankProgress> WaitNotice::read_progress(std::int64_t rank) const {

@@ -8,6 +8,7 @@
 
 #include "base/process.h"
 #include "base/stable_hash.h"
+#include "base/text.h"
 #include "events/event_ring.h"
 
 namespace fsdp::comm {
@@ -82,20 +83,6 @@ std::vector<std::int64_t> returned_among(const std::vector<std::int64_t>& ranks)
   } catch (...) {  // Whoever served the store has gone.
   }
   return returned;
-}
-
-std::string names_of_ranks(std::vector<std::int64_t> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size();) {
-    std::size_t last = i;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    if (i > 0) text += ", ";
-    text += std::to_string(ranks[i]);
-    if (last > i) text.append(1, '-').append(std::to_string(ranks[last]));
-    i = last + 1;
-  }
-  return text;
 }
 
 std::string describe_ended(const std::vector<std::int64_t>& ranks) {

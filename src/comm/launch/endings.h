@@ -30,9 +30,6 @@ bool is_first_to_say(const std::string& text) noexcept;
 /// what they write.
 std::vector<std::int64_t> returned_among(const std::vector<std::int64_t>& ranks) noexcept;
 
-/// Returns a text such as "ranks 0, 2-3".
-std::string names_of_ranks(std::vector<std::int64_t> ranks);
-
 /// Returns "rank 0 had ended its training: ...", and how to solve it.
 std::string describe_ended(const std::vector<std::int64_t>& ranks);
 

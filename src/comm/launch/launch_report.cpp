@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "base/classic_stream.h"
+#include "base/text.h"
 #include "comm/launch/endings.h"
 
 namespace fsdp::comm {
@@ -50,9 +50,8 @@ int report_failures(const std::vector<RankProcess>& ranks, const std::vector<Ran
   bool noticed = false;
   for (const RankProcess* process : failures) {
     if (process->stopped_by_us) {
-      ClassicStream<std::ostringstream> text;
-      text << " did not end within " << std::chrono::duration<double>(grace).count() << " s after the first failure and was stopped";
-      add_message(messages, process->rank, text.str());
+      const auto seconds = shortest(std::chrono::duration<double>(grace).count());
+      add_message(messages, process->rank, " did not end within " + seconds + " s after the first failure and was stopped");
     } else if (own(process) || !any_own) {
       noticed = noticed || process->noticed_a_peer();
       add_message(messages, process->rank, describe(*process));

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/exception_text.h"
+#include "base/text.h"
 #include "comm/collectives/native_communicator.h"
 #include "comm/collectives/pairwise_communicator.h"
 #include "comm/collectives/shared_communicator.h"
@@ -25,8 +26,7 @@ namespace fsdp {
 namespace {
 
 std::string describe(const std::vector<MeshDim>& dims) {
-  std::string text;
-  for (const MeshDim& dim : dims) text += (text.empty() ? "" : " x ") + dim.name + "=" + std::to_string(dim.size);
+  const auto text = joined(dims, " x ", [](const MeshDim& dim) { return dim.name + "=" + std::to_string(dim.size); });
   return "{" + text + "}";
 }
 

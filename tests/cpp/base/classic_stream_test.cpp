@@ -25,11 +25,5 @@ TEST(ClassicStream, NumbersAreTheSameUnderAnotherLocale) {
   EXPECT_EQ(one, 1);
 }
 
-TEST(ClassicStream, DecimalsAreRounded) {
-  EXPECT_EQ(with_decimals(1234.567, 2), "1234.57");
-  EXPECT_EQ(with_decimals(-0.5, 0), "-0");
-  EXPECT_EQ(with_decimals(1e300, 1).size(), 303U);
-}
-
 }  // namespace classic_stream_test
 }  // namespace fsdp

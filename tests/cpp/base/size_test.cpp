@@ -6,14 +6,11 @@
 #include <limits>
 #include <string>
 
-#include "base/size_text.h"
 #include "fsdp/error.h"
 
 namespace size_test {
 
-using fsdp::bytes_text;
 using fsdp::parse_size;
-using fsdp::size_text;
 
 TEST(Size, IsReadWithItsUnit) {
   EXPECT_EQ(parse_size("80GB"), 80'000'000'000);
@@ -40,17 +37,6 @@ TEST(Size, IsRefusedIfItIsNotClear) {
       EXPECT_EQ(std::string(error.what()).find("'" + std::string(text) + "' is no size: write a number and a unit"), 0U) << error.what();
     }
   }
-}
-
-TEST(Size, IsWrittenForTablesAndMessages) {
-  EXPECT_EQ(size_text(0), "0 B");
-  EXPECT_EQ(size_text(1023), "1023 B");
-  EXPECT_EQ(size_text(1024), "1.00 KiB");
-  EXPECT_EQ(size_text(std::int64_t{5000} << 40), "5000.00 TiB");
-  EXPECT_EQ(bytes_text(1), "1 byte");
-  EXPECT_EQ(bytes_text((1 << 20) - 1), "1048575 bytes");
-  EXPECT_EQ(bytes_text(1 << 20), "1048576 bytes (1.00 MiB)");
-  EXPECT_EQ(bytes_text(80'000'000'000), "80000000000 bytes (74.51 GiB)");
 }
 
 }  // namespace size_test

@@ -155,7 +155,7 @@ TEST(Launch, BlamesTheRankThatFailedOfItsOwn) {
 TEST(Launch, PrintsPeerFailuresWhereNoRankFailedOfItsOwn) {
   const auto [result, errors] = launch(2, []() -> int { throw CommError("timed out"); });
   EXPECT_EQ(result, 1);
-  EXPECT_EQ(errors, "ranks 0-1 failed: timed out\n");
+  EXPECT_EQ(errors, "ranks 0 and 1 failed: timed out\n");
 }
 
 // What an exit code can't hold is a failure, whatever its low eight bits say.
@@ -263,7 +263,7 @@ TEST(Launch, ARankWhoseEndSomebodyElseHasCollected) {
     EXPECT_EQ(good.result, 0) << good.errors;
     EXPECT_EQ(bad.result, 3);
     EXPECT_EQ(bad.errors, "rank 1 failed: exit code 3\n");
-    EXPECT_EQ(thrown.errors, "ranks 0-1 failed: bad shape\n");
+    EXPECT_EQ(thrown.errors, "ranks 0 and 1 failed: bad shape\n");
     EXPECT_EQ(killed.result, 1);
     // Whoever asks first knows.
     EXPECT_TRUE(killed.errors == "rank 1 ended before its function returned\n" || has(killed.errors, "killed by signal 9"))

@@ -48,7 +48,7 @@ TEST(WaitNotice, NamesTheRankOnceInEachWait) {
 
 TEST(WaitNotice, KnowsTheLastCallWhereRanksShareMemory) {
   expect_notices(true, "", "; the last call of rank 1 was the barrier" + kHint,
-                 "; the last call of rank 1 was the all-gather of unit 'layers.0'" + kHint);
+                 "; the last call of rank 1 was the all-gather of 'layers.0'" + kHint);
 }
 
 TEST(WaitNotice, ReadsTheFilesOfOtherRanks) {

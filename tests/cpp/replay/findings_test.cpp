@@ -34,11 +34,6 @@ TEST(Findings, NothingIsDecidedByATie) {
   EXPECT_TRUE(decide(std::vector<Vote>{{.rank = 0, .value = 9}, {.rank = 1, .value = 9}}).agreed);
 }
 
-TEST(Findings, RanksAreListed) {
-  EXPECT_EQ(fsdp::replay::ranks_text(std::vector<std::int64_t>{3}), "rank 3");
-  EXPECT_EQ(fsdp::replay::ranks_text(std::vector<std::int64_t>{1, 2, 3}), "ranks 1, 2 and 3");
-}
-
 // Whatever the dtype, and where sizes are no multiple of a word.
 TEST(Digest, EveryBitAndEachPieceCounts) {
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble, at::kByte}) {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "base/text.h"
 #include "fsdp/fsdp.h"
 #include "replay/damage.h"
-#include "replay/findings.h"
 #include "support/meshes.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
@@ -270,8 +270,8 @@ void expect_located(const std::string& error, Damage damage, int nproc, int dama
   for (int rank = 0; rank < nproc; ++rank) {
     if (rank != damager) senders.push_back(rank);
   }
-  EXPECT_TRUE(contains(error, on + ": it has summed wrongly, or what " + fsdp::replay::ranks_text(senders) +
-                                  (nproc == 2 ? " has" : " have") + " sent to it was damaged"))
+  EXPECT_TRUE(contains(error, on + ": it has summed wrongly, or what " + fsdp::names_of_ranks(senders) + (nproc == 2 ? " has" : " have") +
+                                  " sent to it was damaged"))
       << error;
 }
 

@@ -363,14 +363,6 @@ TEST(EventFiles, ThoseOfAnEarlierRunAreLeftOut) {
 
 TEST(Why, WithoutFilesThereIsNoAnswer) { EXPECT_THROW(why({}), fsdp::Error); }
 
-TEST(Why, RanksAreNamedInRuns) {
-  using fsdp::report::names_of;
-  EXPECT_EQ(names_of({4}), "rank 4");
-  EXPECT_EQ(names_of({1, 0}), "ranks 0 and 1");
-  EXPECT_EQ(names_of({0, 1, 2, 4}), "ranks 0-2 and 4");
-  EXPECT_EQ(names_of({0, 2, 4, 6, 8, 10, 12, 14, 16, 18}), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2 more");
-}
-
 /// A process that keeps its events in a file and then waits.
 class Child {
  public:
