@@ -73,24 +73,13 @@ struct PlannedSpecs {
   }
 
   Observed observe(const Choice& choice) const {
-    const auto engine = std::make_shared<engine::Engine>(
-        engine::EngineOptions{.mesh = mesh, .tensor_parallel = {}, .prefetch_depth = choice.prefetch_depth, .events_source = 0});
-    std::int64_t of_optimizer = 0;
+    PlannedEngine planned{.engine = std::make_shared<engine::Engine>(engine::EngineOptions{
+                              .mesh = mesh, .tensor_parallel = {}, .prefetch_depth = choice.prefetch_depth, .events_source = 0})};
     for (std::size_t k = 0; k < units.size(); ++k) {
       hooks::HookedUnit hooked(units[k].spec);
-      const auto bytes = optimizer_bytes(hooked, optimizer_values);
-      auto& unit = engine->add(hooked.release({}));
-      unit.options.kept_by_budget = !choice.kept.empty() && choice.kept[k];
-      if (units[k].parent) unit.place.parent = engine->units()[*units[k].parent].get();
-      unit.allocate_main(engine->accounting());
-      if (!unit.offloaded()) of_optimizer += bytes;
+      planned.add(hooked, units[k].parent, optimizer_values).options.kept_by_budget = !choice.kept.empty() && choice.kept[k];
     }
-    const auto update = [of_optimizer, has_state = false](planning::Highest& highest) mutable {
-      if (std::exchange(has_state, true)) return;
-      highest.outside.optimizer_state += of_optimizer;
-      highest.look();
-    };
-    planning::PlannedSteps steps(engine, passes, planning::Trigger::kHooks, update);
+    planning::PlannedSteps steps(planned.engine, passes, planning::Trigger::kHooks, planned.updates());
     steps.set_activations(planning::unit_activations(activations, kept_if_recomputed, choice.recomputed));
     steps.set_microbatches(microbatches);
     return steps.observe();
@@ -133,11 +122,7 @@ std::vector<planning::Remedy> remedies_for(const PlannedSpecs& model, const Choi
   }
   add("offload_policy=CPUOffloadPolicy()", [](auto& spec) { spec.options.offload = Offload::kAll; });
   if (!std::ranges::all_of(model.units, [&](const auto& unit) { return unit.spec.mesh.size() == model.mesh.size(); })) return remedies;
-  constexpr std::int64_t kMostTimes = 64;
-  for (std::int64_t times = 2; times <= kMostTimes; times *= 2) {
-    auto dims = model.mesh.dims();
-    dims.back().size *= times;
-    const auto mesh = planned_device_mesh(model.mesh.device_type() == c10::kCPU ? "cpu" : "cuda", std::move(dims));
+  for (const auto& mesh : planning::larger_meshes(model.mesh)) {
     remedies.push_back({.option = std::to_string(mesh.size()) + " ranks", .bytes = [=] {
                           auto larger = model;
                           larger.mesh = mesh;

@@ -34,45 +34,32 @@ namespace {
 Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std::vector<GivenVisit>& visits, std::int64_t optimizer_values,
           int prefetch_depth, std::int64_t keep_gathered_bytes, std::int64_t microbatches) {
   const py::gil_scoped_release no_gil;
-  const auto engine = std::make_shared<engine::Engine>(engine::EngineOptions{.mesh = mesh,
-                                                                             .tensor_parallel = {},
-                                                                             .prefetch_depth = prefetch_depth,
-                                                                             .keep_gathered_bytes = keep_gathered_bytes,
-                                                                             .events_source = 0});
+  PlannedEngine planned{.engine = std::make_shared<engine::Engine>(engine::EngineOptions{.mesh = mesh,
+                                                                                         .tensor_parallel = {},
+                                                                                         .prefetch_depth = prefetch_depth,
+                                                                                         .keep_gathered_bytes = keep_gathered_bytes,
+                                                                                         .events_source = 0})};
   std::vector<std::int64_t> activations;
-  std::vector<std::int64_t> of_optimizer;
-  std::int64_t of_optimizer_on_host = 0;
-  std::int64_t of_optimizer_on_device = 0;
   for (const auto& [shown, parent, bytes] : units) {
-    of_optimizer.push_back(optimizer_bytes(*shown, optimizer_values));
-    auto& unit = engine->add(shown->release({}));
-    if (parent) unit.place.parent = engine->units()[*parent].get();
-    unit.allocate_main(engine->accounting());
+    planned.add(*shown, parent, optimizer_values);
     activations.push_back(bytes);
-    (unit.offloaded() ? of_optimizer_on_host : of_optimizer_on_device) += of_optimizer.back();
   }
   auto passes = passes_of(visits);
   const auto shard_dim = [&units](std::size_t unit, std::size_t parameter) {
     return std::get<0>(units[unit])->spec().parameters[parameter].shard_dim;
   };
-  const auto fsdp2 = planning::fsdp2_memory({.engine = *engine,
+  const auto fsdp2 = planning::fsdp2_memory({.engine = *planned.engine,
                                              .passes = passes,
                                              .activations = activations,
                                              .optimizer_values = optimizer_values,
                                              .root_stays = false,  // The unit's option says it.
                                              .shard_dim = shard_dim});
-  const auto update = [&, has_state = false](planning::Highest& highest) mutable {
-    if (std::exchange(has_state, true)) return;
-    highest.outside.optimizer_state += of_optimizer_on_device;
-    highest.outside.host += of_optimizer_on_host;
-    highest.look();
-  };
-  planning::PlannedSteps steps(engine, std::move(passes), planning::Trigger::kHooks, update);
+  planning::PlannedSteps steps(planned.engine, std::move(passes), planning::Trigger::kHooks, planned.updates());
   steps.set_activations(planning::unit_activations(activations));
   steps.set_microbatches({.count = microbatches});
   auto plan = steps.run();
   if (microbatches == 1) plan.fsdp2 = fsdp2;
-  for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = of_optimizer[k];
+  for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = planned.of_optimizer[k];
   return plan;
 }
 

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,7 +25,15 @@ using GivenVisit = std::tuple<std::string, std::size_t, bool, std::vector<std::s
 
 planning::Passes passes_of(const std::vector<GivenVisit>& visits);
 
-/// What torch's optimizer keeps for this rank's part of a unit's trained parameters: `values` for each element.
-std::int64_t optimizer_bytes(const hooks::HookedUnit& unit, std::int64_t values);
+/// The engine of a planned model.
+struct PlannedEngine {
+  std::shared_ptr<engine::Engine> engine;
+  std::vector<std::int64_t> of_optimizer = {};  ///< By unit: what torch's optimizer keeps for this rank's part of its trained parameters.
+
+  /// `parent`: the position of the unit around it. `values`: how many the optimizer keeps for each element.
+  engine::Unit& add(hooks::HookedUnit& unit, std::optional<std::size_t> parent, std::int64_t values);
+  /// The optimizer's updates, for PlannedSteps: the first one makes its state.
+  std::function<void(planning::Highest&)> updates() const;
+};
 
 }  // namespace fsdp::bindings

@@ -41,14 +41,6 @@ FullyShardOptions on_planned_meshes(const FullyShardOptions& options) {
   return planned;
 }
 
-/// Worlds with more ranks in the dimension that is sharded over.
-std::vector<std::int64_t> larger_worlds(const DeviceMesh& mesh) {
-  constexpr std::int64_t kMostTimes = 64;
-  std::vector<std::int64_t> ranks;
-  for (std::int64_t times = 2; times <= kMostTimes; times *= 2) ranks.push_back(mesh.size() * times);
-  return ranks;
-}
-
 /// What may help where nothing fits, the cheapest first. `redrafts`: whether units can be made anew for it.
 std::vector<Remedy> remedies_for(const FullyShardOptions& options, const std::function<std::int64_t(const FullyShardOptions&)>& bytes,
                                  bool redrafts) {
@@ -71,12 +63,8 @@ std::vector<Remedy> remedies_for(const FullyShardOptions& options, const std::fu
   }
   if (options.offload != Offload::kAll) add("offload = Offload::kAll", [](auto& changed) { changed.offload = Offload::kAll; });
   if (!redrafts || options.unit_settings || options.tensor_parallel) return remedies;  // on meshes that can't be made larger here
-  for (const auto ranks : larger_worlds(options.mesh)) {
-    add(std::to_string(ranks) + " ranks", [ranks](auto& changed) {
-      auto dims = changed.mesh.dims();
-      dims.back().size *= ranks / changed.mesh.size();
-      changed.mesh = planned_device_mesh(changed.mesh.device_type() == c10::kCPU ? "cpu" : "cuda", std::move(dims));
-    });
+  for (const auto& mesh : planning::larger_meshes(options.mesh)) {
+    add(std::to_string(mesh.size()) + " ranks", [mesh](auto& changed) { changed.mesh = mesh; });
   }
   return remedies;
 }

@@ -6,6 +6,7 @@
 #include "comm/mesh/null_mesh.h"
 #include "comm/traffic.h"
 #include "engine/unit.h"
+#include "fsdp/plan.h"
 
 namespace fsdp::planning {
 
@@ -33,6 +34,17 @@ DeviceMesh PlannedMeshes::of(const DeviceMesh& mesh) {
           comm::make_null_mesh(
               {.dims = mesh.dims(), .rank = 0, .device = c10::Device(c10::kMeta), .stands_for = mesh.device_type(), .traffic = traffic}))
       .second;
+}
+
+std::vector<DeviceMesh> larger_meshes(const DeviceMesh& mesh) {
+  constexpr std::int64_t kMostTimes = 64;
+  std::vector<DeviceMesh> larger;
+  for (std::int64_t times = 2; times <= kMostTimes; times *= 2) {
+    auto dims = mesh.dims();
+    dims.back().size *= times;
+    larger.push_back(planned_device_mesh(mesh.device_type() == c10::kCPU ? "cpu" : "cuda", std::move(dims)));
+  }
+  return larger;
 }
 
 }  // namespace fsdp::planning

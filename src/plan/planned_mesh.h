@@ -29,4 +29,7 @@ class PlannedMeshes {
   std::vector<std::pair<Rows, DeviceMesh>> known_;
 };
 
+/// Planned meshes with 2 to 64 times as many ranks in the dimension that is sharded over.
+std::vector<DeviceMesh> larger_meshes(const DeviceMesh& mesh);
+
 }  // namespace fsdp::planning
