@@ -176,10 +176,12 @@ void bind_budget(py::module_& module) {
       .def(py::init<>())
       .def(
           "grown",
-          [](const planning::SeenSettings& settings, torch_python::ShownModel& model, bool gradients_add_up) {
-            return settings.grown(model.engine()->units(), gradients_add_up);
+          [](const planning::SeenSettings& settings, torch_python::ShownModel& model, bool looks) {
+            return settings.grown(model.engine()->units(), looks && !settings.gradients_add_up() && model.has_gradients());
           },
-          "With the settings that the model's units have now; None if a step does not need more with them.");
+          py::arg("model"), py::kw_only(), py::arg("looks"),
+          "With the settings that the model's units have now; None if a step does not need more with them. With `looks`, gradients that "
+          "parameters have show that those of several backwards add up.");
   module.def(
       "choose_within_budget", &choose, py::arg("units"), py::arg("visits"), py::arg("kept_if_recomputed"), py::arg("settings"),
       py::kw_only(), py::arg("bytes"), py::arg("optimizer_values"), py::arg("prefetch_depth"), py::arg("microbatches"),

@@ -25,6 +25,7 @@ class SeenSettings {
   SeenSettings synchronized() const;
   /// The backwards of a step, if the program has said that there are `given`.
   Microbatches microbatches(const Microbatches& given) const;
+  bool gradients_add_up() const { return gradients_add_up_; }
 
   bool operator==(const SeenSettings&) const = default;
 

@@ -75,6 +75,13 @@ std::vector<std::size_t> ShownModel::with_other_parameters() {
   return found;
 }
 
+bool ShownModel::has_gradients() const {
+  for (std::size_t k = 0; k < units().size(); ++k) {
+    if (unit(k).has_gradients()) return true;
+  }
+  return false;
+}
+
 void ShownModel::hide_after_backward() {
   for (std::size_t k = 0; k < units().size(); ++k) {
     if (unit(k).unit().options.reshard_after_backward) unit(k).hide();

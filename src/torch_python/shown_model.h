@@ -21,6 +21,8 @@ class ShownModel final : public hooks::HookedModel {
   void begin_forward();
   /// Returns the positions of units whose modules have other parameters than they were given.
   std::vector<std::size_t> with_other_parameters();
+  /// True if a shard has a gradient, to which the next backward adds.
+  bool has_gradients() const;
   /// A backward has ended: modules show shards.
   void hide_after_backward();
   /// `callback` returns None if the Python object that it belongs to has been collected. The parameters get their gradients nevertheless.

@@ -1,5 +1,6 @@
 #include "torch_python/shown_unit.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/outside_transforms.h"
@@ -191,6 +192,10 @@ bool ShownUnit::has_its_rows(std::size_t i) const {
   const auto rows = py::reinterpret_steal<py::object>(PyObject_GetAttr(parameter.shard.ptr(), local));
   if (!rows) throw py::error_already_set();
   return memory_of(rows) == shard.storage().unsafeGetStorageImpl();
+}
+
+bool ShownUnit::has_gradients() const {
+  return std::ranges::any_of(parameters_, [](const auto& one) { return THPVariable_Unpack(one.shard.ptr()).grad().defined(); });
 }
 
 bool ShownUnit::has_its_parameters() {

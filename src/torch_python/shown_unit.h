@@ -52,6 +52,8 @@ class ShownUnit final : public hooks::HookedUnit {
   /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
   /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
+  /// True if a shard has a gradient.
+  bool has_gradients() const;
   /// Call it when a root forward begins. Modules then show shards, unless the whole parameters are present and stay. These then get the
   /// requires_grad of the shards.
   void settle();

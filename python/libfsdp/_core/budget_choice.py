@@ -62,21 +62,16 @@ class BudgetChoice:
         self._given_depth = prefetch_depth
         self._budget: MemoryBudget | None = None
         self._settings = _C.SeenSettings()
-        self._gradients_added_up = False
 
     def begin_forward(self) -> None:
         """Chooses again if a step needs more than before: for settings that units have now, or for gradients that are there."""
         if self._budget is None:
             return
-        # Gradients that were found once count for good, and given microbatches count already.
-        looks = torch.is_grad_enabled() and not self._gradients_added_up and self._budget.microbatches == 1
-        add_up = looks and any(
-            parameter.sharded.grad is not None for one in self._units for parameter in one.state.parameters
-        )
-        grown = self._settings.grown(self._engine, add_up)
+        # Given microbatches count already.
+        looks = torch.is_grad_enabled() and self._budget.microbatches == 1
+        grown = self._settings.grown(self._engine, looks=looks)
         if grown is not None:
             self._choose(self._budget, grown)
-            self._gradients_added_up = self._gradients_added_up or add_up
 
     def choose(self, budget: MemoryBudget) -> None:
         """Chooses the prefetch depth, which units are kept from forward into backward, and which recompute.
@@ -87,7 +82,7 @@ class BudgetChoice:
             ValueError: if activations are given for what is no unit, or what may not recompute is named as recomputable.
             Error: if nothing fits. All is then as it was.
         """
-        self._choose(budget, self._settings.grown(self._engine, False) or self._settings)
+        self._choose(budget, self._settings.grown(self._engine, looks=False) or self._settings)
 
     def _choose(self, budget: MemoryBudget, settings: _C.SeenSettings) -> None:
         _check_names(budget, self._units)
