@@ -240,6 +240,7 @@ void bind_hooks(py::module_& module) {
       .def("on_backward_end", &ShownModel::on_backward_end)
       .def("with_other_parameters", &ShownModel::with_other_parameters)
       .def("begin_forward", &ShownModel::begin_forward)
+      .def("take_writes", &ShownModel::take_writes, kNoGil)
       .def("end_forward", of_engine(&Engine::end_forward), kNoGil)
       .def("hide_after_backward", &ShownModel::hide_after_backward)
       .def("deliver_gradients", &ShownModel::deliver_gradients)

@@ -93,9 +93,15 @@ void HookedModel::begin_forward() {
   last_forward_ = at::GradMode::is_enabled() ? LastForward::kNoGraph : LastForward::kDone;
 }
 
-void HookedModel::prepare_unshard(HookedUnit& unit) {
+bool HookedModel::take_writes() {
   if (!trigger::inside_backward()) engine_->recover();
-  if (were_written()) return engine_->main().changed();
+  if (!were_written()) return false;
+  engine_->main().changed();
+  return true;
+}
+
+void HookedModel::prepare_unshard(HookedUnit& unit) {
+  if (take_writes()) return;
   const bool updated = captured_ || updates_ != updates_of_optimizers.load();
   if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
 }

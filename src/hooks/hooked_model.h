@@ -58,6 +58,9 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
   /// now [Current when forward begins].
   void begin_forward();
+  /// Between forwards: recovers as begin_forward does, and takes over what was written to shards, or that they have other memory now.
+  /// Returns true if there was any of it.
+  bool take_writes();
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);

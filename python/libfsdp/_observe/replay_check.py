@@ -124,8 +124,7 @@ class ReplayCheck:
             return None
         engine = engine_of(self._module)
         # Shards to which the program has given other memory are read from there before their digests are taken.
-        if (unit := next((state.unit for state in model.states if state.unit is not None), None)) is not None:
-            unit.prepare_unshard()
+        engine.take_writes()
         if engine is not self._engine:
             self._engine = engine
             module_of = weakref.ref(self._module)  # Python can't see cycles through C++.
