@@ -92,14 +92,14 @@ class ShardedParameter:
     """
 
     name: str
-    places: list[Place]
     shape: torch.Size
     dtype: torch.dtype
     shard_dim: int
-    spec: DTensorSpec | None
-    whole_spec: DTensorSpec | None
-    identity: int
     sharded: nn.Parameter = field(repr=False)
+    places: list[Place] = field(default_factory=list)
+    spec: DTensorSpec | None = None
+    whole_spec: DTensorSpec | None = None
+    identity: int = -1
     keeps_dtype: bool = False
     float8_block: int = 0
     computes_in: torch.dtype | None = None

@@ -29,10 +29,28 @@ if TYPE_CHECKING:
     from libfsdp._core.sharding_options import ShardingOptions
 
 
+def planned_parameter(
+    parameter: nn.Parameter, name: str, shard_dim: int, mesh: ShardingMesh, options: ShardingOptions
+) -> ShardedParameter:
+    """Returns the facts about a parameter that need no ranks."""
+    main_dtype = options.main_dtype_of(parameter)
+    return ShardedParameter(
+        name=name,
+        shape=parameter.shape,
+        dtype=main_dtype,
+        shard_dim=shard_dim,
+        sharded=parameter,  # until there are shards
+        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
+        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
+        float8_block=float8_block_of(options, parameter, name, shard_dim, mesh),
+        grad_dtype=options.grad_dtype_of(parameter),
+    )
+
+
 def make_parameter(managed: ManagedParameter, mesh: ShardingMesh, options: ShardingOptions) -> ShardedParameter:
     """Returns the facts about a parameter that are known before it is sharded."""
     parameter, places, shard_dim = managed
-    main_dtype = options.main_dtype_of(parameter)
+    known = planned_parameter(parameter, places[0].name, shard_dim, mesh, options)
     spec, whole_spec = sharded_spec(
         parameter,
         mesh,
@@ -42,23 +60,16 @@ def make_parameter(managed: ManagedParameter, mesh: ShardingMesh, options: Shard
         outer_sharded=options.outer_sharded,
     )
     if spec is not None and spec.tensor_meta is not None:
-        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=main_dtype))
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=known.dtype))
     local = local_of(parameter)
     quantized = getattr(parameter, QUANTIZED, None)
-    return ShardedParameter(
-        name=places[0].name,
+    return replace(
+        known,
         places=places,
         shape=local.shape,
-        dtype=main_dtype,
-        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
-        shard_dim=shard_dim,
         spec=spec,
         whole_spec=whole_spec,
         identity=identity_of(parameter),
-        sharded=parameter,  # until there are shards
-        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
-        float8_block=float8_block_of(options, parameter, places[0].name, shard_dim, mesh),
-        grad_dtype=options.grad_dtype_of(parameter),
         extended=quantized is not None or is_extended(local),
         quantized=quantized,
         before=weakref.ref(parameter),

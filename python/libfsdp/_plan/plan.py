@@ -15,16 +15,13 @@ from libfsdp import _C
 from libfsdp._comm.mesh import ShardingMesh
 from libfsdp._core.arguments import as_bytes, as_flag, check_bytes, check_functions, check_ignored, refuse
 from libfsdp._core.placement import dimension_of
-from libfsdp._core.precision import keeps_dtype
-from libfsdp._core.sharded_parameter import ShardedParameter
 from libfsdp._core.sharding_options import (
     ShardingOptions,
     check_options,
     divides_by_all,
-    float8_block_of,
     make_options,
 )
-from libfsdp._core.unit_factory import make_unit
+from libfsdp._core.unit_factory import make_unit, planned_parameter
 from libfsdp._core.unit_order import visits_as_registered, visits_of_events
 from libfsdp._plan.activations import kept_by_unit
 from libfsdp._plan.planned_mesh import PlannedMesh, Sizes
@@ -32,6 +29,8 @@ from libfsdp._plan.simulation import LinkRate, Simulation, UnitTime
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
+
+    from libfsdp._core.sharded_parameter import ShardedParameter
 
 # Which modules become units: their classes, or a function of each module's name and the module.
 Units = Callable[[str, nn.Module], bool] | type[nn.Module] | tuple[type[nn.Module], ...]
@@ -206,25 +205,9 @@ def _predicate(units: Units | None) -> Callable[[str, nn.Module], bool]:
 def _parameter(
     name: str, parameter: nn.Parameter, ranks: ShardingMesh, options: ShardingOptions, shard_dim: int
 ) -> ShardedParameter:
-    """Returns what a unit is made from: see _core.unit_factory.make_parameter."""
     if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
         raise ValueError(f"plan() takes whole parameters, and '{name}' is a scalar, a DTensor or a shard")
-    main_dtype = options.main_dtype_of(parameter)
-    return ShardedParameter(
-        name=name,
-        places=[],
-        shape=parameter.shape,
-        dtype=main_dtype,
-        computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
-        shard_dim=shard_dim,
-        spec=None,
-        whole_spec=None,
-        identity=-1,
-        sharded=parameter,
-        keeps_dtype=keeps_dtype(options.mp_policy, parameter),
-        float8_block=float8_block_of(options, parameter, name, shard_dim, ranks),
-        grad_dtype=options.grad_dtype_of(parameter),
-    )
+    return planned_parameter(parameter, name, shard_dim, ranks, options)
 
 
 def plan(
