@@ -7,7 +7,7 @@
 #include <exception>
 #include <utility>
 
-#include "api/registrations.h"
+#include "api/late_registrations.h"
 #include "api/registry.h"
 #include "base/exception_text.h"
 #include "comm/communicator.h"

@@ -2,7 +2,7 @@
 
     examples.py extract OUT FILE...   writes each example into OUT, and a program that runs the one it is told, and prints their names
     examples.py compare FILE COMMAND...   fails unless the command succeeds and prints what the file has
-    examples.py check FILE...         fails if a block of C++, a link into the project or a table is not in order
+    examples.py check FILE...         fails if a block of C++, a link into the project, the name of a source or a table is not in order
 
 A block marked ```cpp is a whole program with a `main`, which the build compiles and CTest runs. A block marked
 ```cpp fragment is a piece that can't stand alone. One marked ```cpp from FILE, or ```python from FILE, is an excerpt:
@@ -24,6 +24,7 @@ EXCERPT = re.compile(r"(?:cpp|python) from (\S+)")
 LEFT_OUT = re.compile(r"^ *(?://|#) \.\.\.$")
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+NAMED_FILE = re.compile(r"`((?:bench|docs|examples|include|python|src|tests|tools)/[\w./-]+\.(?:cpp|h|md|py))`")
 HEADING = re.compile(r"^#+ +(.*?) *$")
 BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 BELOW_HEAD = re.compile(r"\|( *:?-+:? *\|)+")
@@ -148,6 +149,15 @@ def faults_of_links(file: Path) -> list[str]:
     return faults
 
 
+def faults_of_names(file: Path) -> list[str]:
+    return [
+        f"{file}:{number}: no such file: {name}"
+        for number, line in text_of(file)
+        for name in NAMED_FILE.findall(line)
+        if not (ROOT / name).exists()
+    ]
+
+
 def faults_of_tables(file: Path) -> list[str]:
     """Renderers drop the cells that a row has too many, and show a table as text if its second line is not one of dashes."""
     faults = []
@@ -200,6 +210,7 @@ def check(files: list[Path]) -> int:
             elif block.info.startswith("cpp") and block.info not in ("cpp", "cpp fragment"):
                 faults.append(f"{file}:{block.line}: unknown mark ```{block.info}")
         faults += faults_of_links(file)
+        faults += faults_of_names(file)
         faults += faults_of_tables(file)
     print("\n".join(faults) if faults else f"{len(files)} files in order")
     return 1 if faults else 0

@@ -18,8 +18,8 @@ from libfsdp._core.budget_choice import BudgetChoice, BudgetedUnit
 from libfsdp._core.engine_options import EngineOptions
 from libfsdp._core.function_calls import outside_transforms, untraced, weak_method
 from libfsdp._core.gradient_reduction import GradientReductionHandle
+from libfsdp._core.late_registrations import Registrations
 from libfsdp._core.recomputation import set_recomputes
-from libfsdp._core.registrations import Registrations
 from libfsdp._core.sharded_parameter import names_of_places, refuse_shared
 from libfsdp._core.state import ShardState, adopt_all
 from libfsdp._core.warnings import Warnings

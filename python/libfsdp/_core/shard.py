@@ -15,9 +15,9 @@ from libfsdp._comm.mesh import default_mesh, sharding_mesh
 from libfsdp._core.arguments import check_functions, check_ignored, check_mesh, check_module
 from libfsdp._core.forward_hooks import ForwardHooks
 from libfsdp._core.function_calls import outside_inference
+from libfsdp._core.late_registrations import mark_ignored
 from libfsdp._core.model import MemberState, state_of
 from libfsdp._core.placement import placement_of
-from libfsdp._core.registrations import mark_ignored
 from libfsdp._core.sharded_parameter import ManagedParameter, Place
 from libfsdp._core.sharding_options import check_options, check_reshard_after_forward, divides_by_all
 from libfsdp._core.spmd import spmd_mesh

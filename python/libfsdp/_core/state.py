@@ -16,8 +16,8 @@ from libfsdp._comm.mesh import neighbours_mesh
 from libfsdp._core.extensions import ExtendedParameters, copy_of_rows, is_extended
 from libfsdp._core.function_calls import outside_transforms
 from libfsdp._core.initial_values import InitialValues, compare
+from libfsdp._core.late_registrations import owner_to_follow, refuse_lost_owners, registered_in
 from libfsdp._core.readers import before_write
-from libfsdp._core.registrations import owner_to_follow, refuse_lost_owners, registered_in
 from libfsdp._core.sharded_parameter import (
     attributes_of,
     carry_attributes,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from libfsdp._comm.mesh import ShardingMesh
-    from libfsdp._core.registrations import Registered
+    from libfsdp._core.late_registrations import Registered
     from libfsdp._core.sharded_parameter import ManagedParameter
     from libfsdp._core.sharding_options import ShardingOptions
 

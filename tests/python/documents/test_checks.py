@@ -44,6 +44,12 @@ def test_an_excerpt_that_does_not_fit_its_source_is_refused(
     assert said.startswith(f"{page}:1: {fault}" if fault else "1 files in order"), said
 
 
+def test_a_name_of_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`src/engine/engine.h` and `src/engine/gone.h`\n", encoding="utf-8")
+    assert said_by("docs/examples.py", "check", page).splitlines() == [f"{page}:1: no such file: src/engine/gone.h"]
+
+
 def test_an_entry_on_errors_that_no_source_says_is_refused(tmp_path: Path) -> None:
     (tmp_path / "docs" / "run").mkdir(parents=True)
     (tmp_path / "src").mkdir()

@@ -1,6 +1,6 @@
 // Parameters that are registered when the model is sharded already.
 
-#include "api/registrations.h"
+#include "api/late_registrations.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -12,7 +12,7 @@
 #include "support/twins.h"
 
 namespace fsdp {
-namespace registrations_test {
+namespace late_registrations_test {
 
 using testing::batch;
 using testing::each_linear;
@@ -69,5 +69,5 @@ TEST(Registrations, ThatNeedNoGradientAreFine) {
   });
 }
 
-}  // namespace registrations_test
+}  // namespace late_registrations_test
 }  // namespace fsdp

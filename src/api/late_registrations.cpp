@@ -1,4 +1,4 @@
-#include "api/registrations.h"
+#include "api/late_registrations.h"
 
 #include <torch/nn/module.h>
 
