@@ -17,9 +17,9 @@ struct Subcommand {
 };
 
 constexpr Subcommand kSubcommands[] = {
-    {"why", "Say for which rank the others wait, and what it is doing; or why the ranks have ended", &fsdp::tools::add_why},
-    {"plan", "Say what training of a model will need and send, from its config.json; whether it fits", &fsdp::tools::add_plan},
-    {"timeline", "Draw what the ranks did beside each other, and why they waited; they may still run", &fsdp::tools::add_timeline},
+    {"why", "Print which rank the others wait for, and what it is doing; or why the ranks have ended", &fsdp::tools::add_why},
+    {"plan", "Print the memory and communication that training of a model needs, from its config.json", &fsdp::tools::add_plan},
+    {"timeline", "Draw a timeline of all ranks, with the reasons of their waits; they may still run", &fsdp::tools::add_timeline},
 };
 
 }  // namespace
@@ -28,7 +28,7 @@ int main(int argc, char** argv) {
   fsdp::prepare_process();
   CLI::App app("Answers questions about training runs.", "fsdp");
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 all well, 1 something was found, 2 wrong option, or nothing to read.");
+  app.footer("Exit codes: 0 no problem found, 1 a problem was found, 2 wrong option, or nothing to read.");
   app.set_version_flag("--version", fsdp::version());
   std::map<const CLI::App*, std::function<int()>> run;
   for (const auto& [name, what, add] : kSubcommands) {

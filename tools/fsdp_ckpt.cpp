@@ -219,30 +219,33 @@ int diff(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Looks at checkpoints: folders of torch.distributed.checkpoint, and safetensors (a file, or a folder of them).",
+  CLI::App app("Inspects, verifies, converts and compares checkpoints: folders of torch.distributed.checkpoint, and safetensors.",
                "fsdp-ckpt");
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 all well, 1 faults or differences were found, 2 wrong option or unreadable checkpoint.");
+  app.footer("Exit codes: 0 no fault or difference, 1 faults or differences were found, 2 wrong option or unreadable checkpoint.");
   app.set_version_flag("--version", fsdp::version());
   auto* inspecting = app.add_subcommand("inspect", "List files, tensors and values");
   inspecting->add_option("path", options.path, "A checkpoint")->required();
-  auto* verifying = app.add_subcommand("verify", "Read all of it, and list all faults: checksums, places, parts of tensors");
+  auto* verifying = app.add_subcommand("verify", "Read the complete checkpoint, and list all faults: checksums, places, parts of tensors");
   verifying->add_option("path", options.path, "A checkpoint")->required();
 
-  auto* converting = app.add_subcommand("convert", "torch.distributed.checkpoint to safetensors, or the reverse, tensor by tensor");
+  auto* converting = app.add_subcommand("convert", "Convert torch.distributed.checkpoint to safetensors, or the reverse, tensor by tensor");
   converting->add_option("from", options.path, "A checkpoint of one format")->required();
   converting->add_option("to", options.other, "A new folder, for the other format")->required();
-  converting->add_option("--prefix", options.convert.prefix, "What the model's names begin with in the former, and not in the latter")
+  converting
+      ->add_option("--prefix", options.convert.prefix,
+                   "The prefix of the model's names in torch.distributed.checkpoint, which safetensors do not have")
       ->capture_default_str();
-  converting->add_option("--dtype", options.dtype, "Of floating-point tensors; float4_e2m1fn_x2 stays")
+  converting
+      ->add_option("--dtype", options.dtype, "The dtype of floating-point tensors in the new files; float4_e2m1fn_x2 is not converted")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
   fsdp::tools::add_size(*converting, "--max-file-size", options.convert.most_bytes_per_file,
-                        "As in 500MB; a tensor is not divided (default: 5GiB)");
+                        "The largest size of a file, as in 500MB; a tensor is not divided (default: 5GiB)");
 
   auto* comparing = app.add_subcommand("diff", "Compare names, shapes, dtypes and values, however the files are divided");
   comparing->add_option("a", options.path, "A checkpoint")->required();
   comparing->add_option("b", options.other, "Another one")->required();
-  comparing->add_option("--ignore", options.diff.ignored, "Names that begin with this; may be repeated")->allow_extra_args(false);
+  comparing->add_option("--ignore", options.diff.ignored, "Ignore names that begin with this; may be repeated")->allow_extra_args(false);
 
   return fsdp::tools::run_command(app, argc, argv, [&] {
     if (*inspecting) return inspect(options);

@@ -90,54 +90,61 @@ std::function<int()> add_plan(CLI::App& command) {
   command.add_option("model", options->model,
                      "A config.json of Hugging Face, which the transformers of FSDP_PYTHON (default: python3) reads; safetensors files or "
                      "their index; or the folder of one of them");
-  command.add_option("--ranks", options->ranks, "All of them")->check(whole_number(1));
-  command.add_option("--replicas", options->replicas, "How many rows of ranks have a copy of the model each (HSDP)")
+  command.add_option("--ranks", options->ranks, "The number of ranks")->check(whole_number(1));
+  command.add_option("--replicas", options->replicas, "The number of replicas of the sharded model (HSDP)")
       ->check(whole_number(1))
       ->capture_default_str();
   command.add_flag("--hfsdp", options->shards_over_replicas, "Shard main parameters and optimizer state over the replicas, too");
-  command.add_option("--ranks-per-host", options->ranks_per_host, "0: all are on one host")->check(whole_number(0))->capture_default_str();
-  add_size(command, "--memory", options->memory, "Of each device, for the program, as in 80GB; the exit code says whether it fits");
-  command.add_option("--device", options->device, "What the ranks compute on")
+  command.add_option("--ranks-per-host", options->ranks_per_host, "The number of ranks of a host; 0: all ranks are on one host")
+      ->check(whole_number(0))
+      ->capture_default_str();
+  add_size(command, "--memory", options->memory,
+           "The memory of each device for the program, as in 80GB; the exit code is 0 if the model fits, else 1");
+  command.add_option("--device", options->device, "The type of the ranks' devices")
       ->check(CLI::IsMember({"cuda", "cpu"}))
       ->capture_default_str();
   command.add_option("--placements", options->placements, "What is sharded")
       ->check(CLI::IsMember({"no_shard", "optim", "optim_grads", "optim_grads_params"}))
       ->capture_default_str();
-  command.add_option("--param-dtype", options->param_dtype, "Of gathered parameters; main parameters are fp32")
+  command.add_option("--param-dtype", options->param_dtype, "The dtype of gathered parameters; main parameters are fp32")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  command.add_option("--reduce-dtype", options->reduce_dtype, "In which gradients are sent")
+  command.add_option("--reduce-dtype", options->reduce_dtype, "The dtype in which gradients are sent")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  command.add_option("--offload", options->offload, "What is kept in host memory")
+  command.add_option("--offload", options->offload, "The data that are kept in host memory")
       ->check(CLI::IsMember({"none", "state", "all"}))
       ->capture_default_str();
-  command.add_option("--optimizer", options->optimizer, "Whose state is kept")
+  command.add_option("--optimizer", options->optimizer, "The optimizer, which determines the bytes of its state")
       ->check(CLI::IsMember({"adamw", "momentum", "none"}))
       ->capture_default_str();
   command.add_flag("--split-root", options->splits_root, "Make the embedding and the head units of their own, if they are not tied");
   command.add_flag("--keep", options->keeps, "Keep units gathered from forward to backward");
-  add_size(command, "--keep-gathered", options->keep_gathered, "Keep so many bytes of them");
-  command.add_option("--prefetch", options->prefetch, "Units that are gathered ahead")->check(whole_number(0))->capture_default_str();
+  add_size(command, "--keep-gathered", options->keep_gathered, "Keep up to this many bytes of units gathered from forward to backward");
+  command.add_option("--prefetch", options->prefetch, "The number of units that are gathered ahead")
+      ->check(whole_number(0))
+      ->capture_default_str();
   add_size(command, "--activations", options->activations, "Bytes that autograd keeps of each block from forward to backward");
-  auto* flops = command.add_option("--flops", options->flops, "Operations of a device in a second, as 400e12: prints the time, too")
-                    ->check(positive_number());
-  command.add_option("--batch", options->batch, "Sequences of a rank in a step, for the time")
+  auto* flops =
+      command.add_option("--flops", options->flops, "Operations of a device per second, as in 400e12; with it, the time is simulated, too")
+          ->check(positive_number());
+  command.add_option("--batch", options->batch, "Sequences of a rank in a step, to simulate the time")
       ->check(whole_number(1))
       ->capture_default_str();
-  auto* sequence = command.add_option("--sequence", options->sequence, "Tokens of a sequence, for the time")->check(whole_number(1));
-  auto* rate = add_size(command, "--rate", options->rate, "What a rank sends in a second, as 50GB, for the time");
+  auto* sequence =
+      command.add_option("--sequence", options->sequence, "Tokens of a sequence, to simulate the time")->check(whole_number(1));
+  auto* rate = add_size(command, "--rate", options->rate, "Bytes that a rank sends per second, as in 50GB, to simulate the time");
   flops->needs(sequence)->needs(rate);
-  add_size(command, "--replicate-rate", options->replicate_rate, "The same between replicas; otherwise as --rate");
-  command.add_option("--latency", options->latency_us, "Microseconds of each collective, for the time")
+  add_size(command, "--replicate-rate", options->replicate_rate, "Bytes that a rank sends per second between replicas (default: --rate)");
+  command.add_option("--latency", options->latency_us, "Latency of each collective in microseconds, to simulate the time")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
   command.add_flag("--recompute", options->recomputes, "Blocks compute forward once more in backward (activation checkpointing)");
-  command.add_option("--off", options->off, "By how much the rates may be off, for the range of the time")
+  command.add_option("--off", options->off, "The relative error of the rates, for the range of the time")
       ->check(CLI::Range(0.0, 0.9))
       ->capture_default_str();
-  command.add_option("--compare", options->compared, "Compares two plans that --json has written, instead of making one")->expected(2);
-  command.add_option("--svg", options->svg, "Draws the memory over one step into this file");
+  command.add_option("--compare", options->compared, "Compare two plans that --json has written, instead of making one")->expected(2);
+  command.add_option("--svg", options->svg, "Draw the memory over one step into this file");
   command.add_flag("--json", options->json, "Print JSON, in bytes");
   return [options] { return run(*options); };
 }

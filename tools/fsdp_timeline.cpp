@@ -93,12 +93,11 @@ int draw(const TimelineOptions& options) {
 std::function<int()> add_timeline(CLI::App& command) {
   auto options = std::make_shared<TimelineOptions>();
   command.add_option("folder", options->folder, "The value of FSDP_EVENTS with which the ranks were started")->required();
-  command.add_option("--html", options->html, "A page that needs nothing else (default, without --json: timeline.html in the folder)");
-  command.add_option("--json", options->json, "Perfetto's JSON, for https://ui.perfetto.dev");
-  command.add_option("--steps", options->steps,
-                     "The first and the last step, as in 12-14, or one (default: all of which there are events)");
+  command.add_option("--html", options->html, "The page to write, in one file (default, without --json: timeline.html in the folder)");
+  command.add_option("--json", options->json, "A trace to write as Perfetto's JSON, for https://ui.perfetto.dev");
+  command.add_option("--steps", options->steps, "The first and the last step, as in 12-14, or one step (default: all steps with events)");
   command.add_option("--plan", options->plan,
-                     "What `fsdp plan --json` has printed for this run: the page shows it beside what was measured");
+                     "The output of `fsdp plan --json` for this run, which the page shows beside the measured values");
   return [options] { return draw(*options); };
 }
 

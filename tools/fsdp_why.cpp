@@ -35,8 +35,9 @@ std::function<int()> add_why(CLI::App& command) {
   auto folder = std::make_shared<std::string>();
   auto flight_recorder = std::make_shared<std::string>();
   command.add_option("folder", *folder, "The value of FSDP_EVENTS with which the ranks were started")->required();
-  command.add_option("--flight-recorder", *flight_recorder,
-                     "A folder for the ranks' calls in c10d's format: python -m torch.distributed.flight_recorder.fr_trace FOLDER");
+  command.add_option(
+      "--flight-recorder", *flight_recorder,
+      "A folder to which the ranks' calls are written in c10d's format, for python -m torch.distributed.flight_recorder.fr_trace FOLDER");
   return [=] { return why(*folder, *flight_recorder); };
 }
 

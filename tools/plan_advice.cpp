@@ -39,7 +39,7 @@ std::string recommendations(const PlanQuestion& question, const ModelShapes& mod
       {"with --split-root", "gradients of the head are reduced before those of the blocks", set(&PlanQuestion::splits_root, true)},
       {"with --placements optim_grads_params", "parameters are sharded, too", set<std::string>(&PlanQuestion::placements, kAllSharded)},
       {"with --param-dtype bf16", "gathered parameters take half as much", set<std::string>(&PlanQuestion::param_dtype, "bf16")},
-      {"with --prefetch 0", "no unit is gathered ahead, so gathers are waited for", set(&PlanQuestion::prefetch, 0)},
+      {"with --prefetch 0", "no unit is gathered ahead, so ranks wait for gathers", set(&PlanQuestion::prefetch, 0)},
       {"with --hfsdp", "replicas share the main parameters and the optimizer's state",
        [](PlanQuestion& changed) {
          return changed.replicas > 1 && changed.placements == kAllSharded && !std::exchange(changed.shards_over_replicas, true);
@@ -49,13 +49,13 @@ std::string recommendations(const PlanQuestion& question, const ModelShapes& mod
          changed.shards_over_replicas = false;
          return std::exchange(changed.replicas, 1) != 1;
        }},
-      {"with --offload state", "the optimizer's state is in host memory, where the CPU updates",
+      {"with --offload state", "the optimizer's state is in host memory, and the CPU updates",
        set<std::string>(&PlanQuestion::offload, "state")},
       {"with --offload all", "main parameters and gradients are in host memory, too", set<std::string>(&PlanQuestion::offload, "all")},
   };
   const std::vector<Variant> less_sent = {
       {"with --keep", "units are gathered once in a step", set(&PlanQuestion::keeps, true)},
-      {"with --offload none", "the device updates, without the way to the host", set<std::string>(&PlanQuestion::offload, "none")},
+      {"with --offload none", "the device updates, without copies to the host", set<std::string>(&PlanQuestion::offload, "none")},
       {"with --reduce-dtype bf16", "gradients are sent in half as many bytes, and rounded",
        set<std::string>(&PlanQuestion::reduce_dtype, "bf16")},
   };

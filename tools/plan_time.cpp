@@ -24,7 +24,9 @@ std::string unit_around(const std::string& name, const std::map<std::string, dou
 /// How long a rank computes for each unit. Backward takes two times as long as forward.
 std::map<std::string, UnitTime> unit_times(const PlanQuestion& question, const Plan& plan, const ModelShapes& model) {
   if (model.operations.empty()) {
-    throw Error("--flops needs the model's config.json and a Python with transformers: shapes alone do not say how often a weight is used");
+    throw Error(
+        "--flops needs the model's config.json and a Python with transformers: the number of operations cannot be computed from shapes "
+        "alone");
   }
   std::map<std::string, double> own;  // Without those of units within.
   for (const auto& unit : plan.units) own[unit.name] = 0;
