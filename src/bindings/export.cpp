@@ -91,7 +91,7 @@ std::shared_ptr<WeightStream> make_stream(const std::vector<std::shared_ptr<torc
 }  // namespace
 
 void bind_export(py::module_& module) {
-  py::enum_<WeightReceivers>(module, "WeightReceivers", "Which ranks get whole weights.")
+  py::enum_<WeightReceivers>(module, "WeightReceivers", "Which ranks get unsharded weights.")
       .value("ALL", WeightReceivers::kAll)
       .value("FIRST", WeightReceivers::kFirst)
       .value("ONE_PER_HOST", WeightReceivers::kOnePerHost);

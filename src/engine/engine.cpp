@@ -446,8 +446,8 @@ void Engine::reset_locked() {
   const bool failed_backward = backward_ == BackwardState::kRunning;
   if (failed_backward && adds_to_gradients_) {
     TORCH_WARN(
-        "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; begin the "
-        "accumulation anew, or leave this step out");
+        "fsdp: a backward failed, and the gradients of earlier backwards to which it was adding are dropped with it; start the "
+        "accumulation again, or skip this step");
   }
   reducer_.reset(failed_backward || facts_.manual_finalization);  // which has reduced some units only
   drop_backward();

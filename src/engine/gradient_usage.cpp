@@ -127,10 +127,9 @@ void report_nan(std::span<const std::unique_ptr<GradientAccumulator>> gradients,
       }
     }
   }
-  throw Error(
-      text +
-      "\nNaN before reduction came out of the model's own backward on that rank; NaN only after it, from infinities of opposite sign "
-      "on several ranks. Gradients are kept: call zero_grad() to go on without this step");
+  throw Error(text +
+              "\nNaN before reduction was computed by that rank's backward; NaN only after it comes from infinities of opposite sign "
+              "on several ranks. Gradients are kept: call zero_grad() to skip this step");
 }
 
 }  // namespace fsdp::engine

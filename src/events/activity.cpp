@@ -18,7 +18,7 @@ std::string activity_text(Activity::Kind kind, std::string_view unit, std::strin
     case Activity::Kind::kUnknown:
       break;
   }
-  return "busy with something that its events don't tell";
+  return "in code that records no events";
 }
 
 std::string position_text(Activity::Kind kind, std::string_view unit) {

@@ -97,7 +97,7 @@ void PlannedTransfer::tell_boxes(const TransferSide& side, std::int64_t message_
   try {
     told = peers_->exchange(encoded);
   } catch (const std::exception&) {
-    throw CommError("transfer_plan: a rank has gone while the ranks told each other what they want: " + current_exception_text());
+    throw CommError("transfer_plan: a rank has ended while the ranks exchanged their requests: " + current_exception_text());
   }
   std::vector<RankBoxes> ranks;
   std::unordered_map<std::string, std::string> names;  // of tensors that are tied, by their other names

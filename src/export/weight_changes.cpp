@@ -228,7 +228,7 @@ void WeightStream::on_all(const std::function<void()>& work) const {
   }
   if (ranks_.agree(failure == nullptr, kComparison)) return;
   if (failure != nullptr) std::rethrow_exception(failure);
-  throw Error("full_weights: another rank could not compare its shards with since; its own error tells why (training can go on)");
+  throw Error("full_weights: another rank could not compare its shards with since; see its own error (training can go on)");
 }
 
 /// Keeps of the entries what has changed since the snapshot.

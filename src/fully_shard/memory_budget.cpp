@@ -81,9 +81,8 @@ void adjust_memory_budget(torch::nn::Module& module, std::int64_t activations) {
     check("activations", activations);
     if (std::ranges::any_of(engine->units(), [](const auto& unit) { return unit->options.recomputes; })) {
       throw Error(
-          "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by the "
-          "names "
-          "of units");
+          "adjust_memory_budget(): units recompute, so a sum does not contain the activations that each of them would keep; give "
+          "activations by the names of units");
     }
     std::vector<std::int64_t> bytes(names.size());
     const std::size_t first = names.size() > 1 ? 1 : 0;  // The root is the first.

@@ -75,7 +75,7 @@ void refuse_other_memory(at::ArrayRef<c10::IValue> values) {
     throw Error("parameter '" + known.name + "' of unit '" + storage->unit->name +
                 "' is sharded and can't be given other memory (by torch::load, the module's to(dtype) or to(device), vector_to_parameters, "
                 "set_data or set_); do that before fully_shard, or call fsdp::fully_unshard first; values may be loaded while "
-                "SummonFullParams shows the parameters, and fsdp::load reads checkpoints into shards");
+                "SummonFullParams exposes the parameters, and fsdp::load reads checkpoints into shards");
   }
 }
 

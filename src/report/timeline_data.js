@@ -234,6 +234,6 @@ function because(wait) {
     2: ["it stood in a queue", ": earlier collectives were under way"],
     3: ["of the link", ": all ranks had made the call, and the data were on their way"],
     4: ["of this host", ": the data had arrived, and the rank was copying or adding them up"],
-  }[reason] ?? ["of what no event tells", ""];
+  }[reason] ?? ["of a cause without events", ""];
   return { reason, head: words[0], rest: words[1] };
 }

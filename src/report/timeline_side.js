@@ -207,7 +207,7 @@ function tipLines({ row, collective, span, memory }, memoryKinds) {
     return [`${timeText(collective.waited)} waiting for the ${collectiveText(collective)}`, `because ${head}${rest}`];
   }
   if (collective) {
-    const wait = collective.waited > 0 ? `waited for ${timeText(collective.waited)}: ${REASONS[mainReason(collective)].name}` : "nobody waited for it";
+    const wait = collective.waited > 0 ? `waited for ${timeText(collective.waited)}: ${REASONS[mainReason(collective)].name}` : "no rank waited for it";
     return [collectiveText(collective), `${timeText(collective.ended - collective.began)}, ${bytesText(collective.bytes)}; ${wait}`];
   }
   if (span) return [`${span.pass}${span.unit ? ` of '${span.unit}'` : ""}`, `${timeText(span.ended - span.began)} until the next unit, with waits`];

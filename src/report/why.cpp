@@ -311,7 +311,7 @@ class Diagnosis {
       why = {.cause = Cause::kStopped,
              .rank = number,
              .text = name + " is stopped (SIGSTOP, Ctrl-Z): `kill -CONT " + std::to_string(rank.left.writer.process) + "` on " +
-                     rank.left.writer.host.data() + " lets it go on."};
+                     rank.left.writer.host.data() + " continues it."};
     } else if (rank.left.process == ProcessState::kDebugged) {
       why = {.cause = Cause::kDebugged, .rank = number, .text = name + " is held by a debugger."};
     } else if (rank.end == EndKind::kException) {

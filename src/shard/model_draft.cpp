@@ -313,7 +313,7 @@ void validate(const FullyShardOptions& options) {
   }
   if (options.memory_budget && options.keep_gathered_bytes != 0) {
     throw Error("memory_budget chooses what stays gathered, and keep_gathered_bytes " + std::to_string(options.keep_gathered_bytes) +
-                " says it; give one of them");
+                " sets it by hand; give one of them");
   }
   if (options.check_initial_values && options.initial_values != InitialValues::kOwn) {
     throw Error("check_initial_values compares the ranks' own values, which only InitialValues::kOwn takes; leave it out");

@@ -110,7 +110,7 @@ Taken take_newest(const std::string& folder, const CheckpointRanks& ranks, const
   note_others(found, nullptr, taken.skipped);
   const auto is_damaged = [](const ckpt::Step& step) { return step.state == ckpt::Step::State::kDamaged; };
   if (!found.complete.empty() || std::any_of(found.others.begin(), found.others.end(), is_damaged)) {
-    throw Error("no checkpoint in " + folder + " is whole; to begin anew, remove them or give another folder:" + lines(taken.skipped));
+    throw Error("no checkpoint in " + folder + " is intact; to start again, remove them or give another folder:" + lines(taken.skipped));
   }
   if (!taken.skipped.empty()) {
     taken.warning = "load_latest took none of the checkpoints in " + folder + ":" + lines(taken.skipped);

@@ -17,8 +17,7 @@ namespace {
 constexpr std::array<std::string_view, 3> kOtherPrefixes = {"extra.", "rank_extra.", "fsdp."};
 
 /// The beginning of errors that leave a model torn.
-constexpr const char* kNoLongerWhole =
-    "the checkpoint was whole, but then could not be read any more; what was loaded of it is not all: load again";
+constexpr const char* kNoLongerWhole = "the checkpoint was intact, but then could no longer be read; it is partly loaded: load again";
 constexpr const char* kHalfway = "the load ended halfway, and the model is partly loaded; until another load succeeds, it cannot be used:";
 
 std::string name_of_count(const std::string& parameter) { return std::string(kOptimizerPrefix) + "state." + parameter + ".step"; }

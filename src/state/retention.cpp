@@ -59,7 +59,7 @@ void check_retention(const SaveOptions& options) {
   for (const auto& [name, value] :
        {std::pair<const char*, std::int64_t>{"keep_every", options.keep_every}, {"keep_best", options.keep_best}}) {
     require(value >= 0, name, value, "give 0 (none is kept for that reason) or more");
-    require(value == 0 || options.keep_last > 0, name, value, "it says what stays beside the last ones: give keep_last, too");
+    require(value == 0 || options.keep_last > 0, name, value, "it keeps checkpoints in addition to the last ones: give keep_last, too");
   }
 }
 

@@ -105,7 +105,7 @@ void write_checkpoint(const std::string& path, const Snapshot& snapshot, const S
     const auto of_rank0 = told.substr(told.find('\0') + 1);
     ranks.together(what, [&] {
       if (path != of_rank0) {
-        throw Error("was told to write " + ckpt::printable(path) + ", and rank 0 " + ckpt::printable(of_rank0) +
+        throw Error("was called with the path " + ckpt::printable(path) + ", and rank 0 " + ckpt::printable(of_rank0) +
                     ": a checkpoint is one folder, to which each rank adds a file; give the same path on all ranks");
       }
       const auto [metadata, file] = write_records(folder, snapshot, ranks.index());

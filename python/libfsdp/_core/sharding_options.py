@@ -163,7 +163,8 @@ def check_options(options: ShardingOptions, ranks: ShardingMesh) -> None:
         raise ValueError(f"outer_placements='optim' needs placements 'optim_grads_params', not '{placements}'")
     if options.memory_budget is not None and options.keep_gathered_bytes:
         raise ValueError(
-            f"memory_budget chooses what stays gathered, and keep_gathered_bytes={options.keep_gathered_bytes} says it; give one of them"
+            "memory_budget chooses what stays gathered, and "
+            f"keep_gathered_bytes={options.keep_gathered_bytes} sets it by hand; give one of them"
         )
     for name in ("main_params_dtype", "main_grads_dtype"):
         dtype = getattr(options, name)

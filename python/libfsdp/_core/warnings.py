@@ -74,7 +74,7 @@ class Warnings:
         self._tell(
             "hooks",
             f"hooks of register_hook on {[p.name for p in parameters if p.sharded._backward_hooks]} never run: autograd computes "
-            "gradients of whole parameters, not of shards. Use register_post_accumulate_grad_hook, which runs with the reduced "
+            "gradients of unsharded parameters, not of shards. Use register_post_accumulate_grad_hook, which runs with the reduced "
             "gradient, or register_full_backward_hook of the module",
         )
 

@@ -74,8 +74,8 @@ def _by_unit(names: list[str], activations: Mapping[str, int | float | str] | in
         total = as_bytes("activations", activations)
         if recompute:
             raise ValueError(
-                "adjust_memory_budget(): units recompute, so that a sum does not tell what each of them would keep; give activations by "
-                "the names of units"
+                "adjust_memory_budget(): units recompute, so a sum does not contain the activations that each of them would keep; give "
+                "activations by the names of units"
             )
         below = [name for name in names if name != "(root)"] or names
         share, rest = divmod(total, len(below))

@@ -154,7 +154,7 @@ class _Loading:
         missing = [f"'{name}'" for name, target in self._targets.items() if id(target) not in self._filled]
         if missing:
             raise _C.Error(
-                f"load_weights: {told(missing)} did not come; {self._loaded()}; if only some are sent, pass their names as names"
+                f"load_weights: {told(missing)} did not arrive; {self._loaded()}; if only some are sent, pass their names as names"
             )
 
     @torch.no_grad()

@@ -119,7 +119,7 @@ def exchange_parameters(optimizer: torch.optim.Optimizer, exchanged: dict[int, n
     """
     if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "fully_shard: the optimizer has state of whole parameters already; shard the model first, and load the state from a "
+            "fully_shard: the optimizer has state of unsharded parameters already; shard the model first, and load the state from a "
             "checkpoint"
         )
     for group in optimizer.param_groups:

@@ -28,7 +28,7 @@ const char* way_out(const std::string& c10d_text) {
     return "A peer did not take part in time: see whether it failed or does something else (FSDP_DEBUG=1 compares every collective), or "
            "raise MeshOptions::timeout.";
   }
-  return "That rank has failed or ended: its own message says why, if there is one. FSDP_DEBUG=1 compares every collective.";
+  return "That rank has failed or ended: see its own message, if there is one. FSDP_DEBUG=1 compares every collective.";
 }
 
 at::Tensor bytes_of(const Call& call) {

@@ -91,10 +91,10 @@ std::string WaitNotice::text(int peer, Time since, const std::string& last_call)
               " for " + std::to_string(static_cast<std::int64_t>(seconds_since(since))) + " s" +
               (wait.text.empty() ? "" : ", in " + wait.text);
   const auto folder = events::asked_folder().string();
-  const std::string way = folder.empty() ? ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells " : ". `fsdp why " + folder + "` tells ";
+  const std::string way = folder.empty() ? ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` prints " : ". `fsdp why " + folder + "` prints ";
   if (found) return text + "; " + name + " was last seen " + found->activity + way + "more.";
   if (!last_call.empty()) text += "; the last call of " + name + " was " + last_call;
-  return text + (folder.empty() ? way + "what it is doing." : ". `fsdp why` tells what it is doing, with the files of its host.");
+  return text + (folder.empty() ? way + "what it is doing." : ". `fsdp why` prints what it is doing, with the files of its host.");
 }
 
 WaitNotice::OwnWait WaitNotice::own_wait() const {

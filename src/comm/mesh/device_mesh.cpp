@@ -117,7 +117,7 @@ auto ask_peers(const comm::Row& row, const char* whether, const Ask& ask) {
   } catch (...) {
     throw CommError("rank " + std::to_string(row.global_rank(row.rank)) + " of " + std::to_string(row.world_size) +
                     " could not ask its peers of mesh dimension '" + row.dim + "' whether they share " + whether + ": " +
-                    current_exception_text() + ". A peer has failed or ended: its own message says why, if there is one.");
+                    current_exception_text() + ". A peer has failed or ended: see its own message, if there is one.");
   }
 }
 

@@ -38,11 +38,11 @@ void expect_notices(bool shared_memory, const std::string& folder, const std::st
   });
 }
 
-const std::string kHint = ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells what it is doing.";
+const std::string kHint = ". With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` prints what it is doing.";
 
 // Where ranks do not share memory, they may be on different hosts.
 TEST(WaitNotice, NamesTheRankOnceInEachWait) {
-  const std::string seen = "; rank 1 was last seen before its first forward. With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells more.";
+  const std::string seen = "; rank 1 was last seen before its first forward. With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` prints more.";
   expect_notices(false, "", seen, seen);
 }
 
@@ -53,7 +53,7 @@ TEST(WaitNotice, KnowsTheLastCallWhereRanksShareMemory) {
 
 TEST(WaitNotice, ReadsTheFilesOfOtherRanks) {
   const testing::TemporaryFolder folder;
-  const auto seen = "; rank 1 was last seen before its first forward. `fsdp why " + folder.path().string() + "` tells more.";
+  const auto seen = "; rank 1 was last seen before its first forward. `fsdp why " + folder.path().string() + "` prints more.";
   expect_notices(false, folder.path().string(), seen, seen);
 }
 

@@ -450,7 +450,7 @@ TEST(TransferPlan, ARankThatDoesNotComeInTimeIsNamed) {
       const auto come_late = [&](const std::function<void()>& call) {
         if (rank == late) training.mesh.barrier();
         const auto text = message_of<CommError>(call);
-        EXPECT_TRUE(has(text, "rank " + std::to_string(late) + " of the group did not come within 0.3 s")) << text;
+        EXPECT_TRUE(has(text, "rank " + std::to_string(late) + " of the group did not arrive within 0.3 s")) << text;
         if (rank != late) training.mesh.barrier();
       };
       come_late([&] { fsdp::transfer_plan(training.model.get(), group, options); });

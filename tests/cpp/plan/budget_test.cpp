@@ -318,7 +318,7 @@ TEST(Budget, ThatIsTooSmallSaysByHowMuchAndWhatHelps) {
     fails_with(least - 10, "it fits with mixed_precision with param_dtype at::kBFloat16, which needs ");
     fails_with(1, "helps most, but needs ");
     fails_with(0, "memory_budget 0 bytes; give how many");
-    fails_with(1 << 30, "keep_gathered_bytes 5 says it; give one of them", {.keep_gathered_bytes = 5});
+    fails_with(1 << 30, "keep_gathered_bytes 5 sets it by hand; give one of them", {.keep_gathered_bytes = 5});
     auto model = make_stack();
     const auto message = message_of([&] {
       fsdp::fully_shard(*model, {.mesh = line(), .units = stack_units(), .memory_budget = MemoryBudget{.bytes = (1 << 30) + rank}});

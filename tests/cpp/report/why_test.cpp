@@ -182,7 +182,7 @@ TEST(Why, ADeadRankIsNamedWhetherTheOthersWaitOrHaveFailed) {
   auto ranks = waiting_for_rank_1();
   ranks[1].process(ProcessState::kDead);
   expect(why(ranks), Cause::kDead, 1,
-         {"Rank 1 is dead: its process (1001 on host) has ended without a word", "It was in forward of 'blocks.2', ", " s ago.",
+         {"Rank 1 is dead: its process (1001 on host) has ended without reporting a reason", "It was in forward of 'blocks.2', ", " s ago.",
           "Rank 0 waits in the all-gather of 'blocks.3'.", "the all-gather of 'blocks.2'."});
   for (auto& rank : ranks) {
     if (rank.left().writer.rank != 1) rank.fail(3, "Connection closed by peer").end(EndKind::kException, "x").process(ProcessState::kDead);

@@ -193,7 +193,7 @@ TEST_F(Damage, ADiskThatFailsInTheMiddle) {
         continue;
       }
       ++changed;
-      EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+      EXPECT_TRUE(message.starts_with("the checkpoint was intact, but then could no longer be read")) << message;
       expect_refused(*other, rank, path + "_torn");
       fsdp::load(path, *other->model, *other->optimizer);
       expect_same_bits(other->handle->full_parameters(), run.handle->full_parameters());

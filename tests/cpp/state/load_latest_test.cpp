@@ -83,7 +83,7 @@ TEST_F(LoadLatest, DoesNotBeginAnewWhereAllAreDamaged) {
       fs::resize_file(path("step-1/__1_0.distcp"), 10);
     });
     const auto message = message_of([&] { fsdp::load_latest(folder.path(), *run.model, *run.optimizer); });
-    EXPECT_TRUE(message.starts_with("no checkpoint in " + folder.path().string() + " is whole; to begin anew")) << message;
+    EXPECT_TRUE(message.starts_with("no checkpoint in " + folder.path().string() + " is intact; to start again")) << message;
     EXPECT_TRUE(has(message, "step-2: ") && has(message, "step-1: ")) << message;
   });
 }

@@ -87,10 +87,10 @@ TEST_F(Retention, EveryNthAndTheBestStay) {
     // Both, and the best has just been saved.
     save(20, -1, {.keep_last = 1, .keep_every = 7, .keep_best = 1});
     EXPECT_EQ(names(), (std::vector<std::string>{"step-14", "step-20"}));
-    for (const auto& [options, text] :
-         {std::pair<fsdp::SaveOptions, const char*>{{.keep_every = 2}, "keep_every is 2; it says what stays beside the last ones"},
-          {{.keep_best = 1}, "keep_best is 1; it says what stays beside the last ones"},
-          {{.keep_last = 1, .keep_every = -1}, "keep_every is -1; give 0"}}) {
+    for (const auto& [options, text] : {std::pair<fsdp::SaveOptions, const char*>{
+                                            {.keep_every = 2}, "keep_every is 2; it keeps checkpoints in addition to the last ones"},
+                                        {{.keep_best = 1}, "keep_best is 1; it keeps checkpoints in addition to the last ones"},
+                                        {{.keep_last = 1, .keep_every = -1}, "keep_every is -1; give 0"}}) {
       const auto message = fsdp::testing::message_of([&, &options = options] { fsdp::save(path("step-21"), *run.model, {}, options); });
       EXPECT_NE(message.find(text), std::string::npos) << message;
     }

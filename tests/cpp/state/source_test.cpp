@@ -425,7 +425,7 @@ TEST_F(SourceTest, BytesThatChangeBeforeTheyAreAssignedAreFound) {
             ++before;
           } else if (!ended) {
             ++while_assigning;
-            EXPECT_TRUE(message.starts_with("the checkpoint was whole, but then could not be read any more")) << message;
+            EXPECT_TRUE(message.starts_with("the checkpoint was intact, but then could no longer be read")) << message;
             EXPECT_TRUE(has(message, "changed while they were loaded")) << message;
           }
         }

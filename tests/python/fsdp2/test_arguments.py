@@ -175,7 +175,7 @@ WRONG_OF_CHECKPOINTS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda m, o, path: UNTYPED.save(f"{path}-{dist.get_rank()}", m, o),
         libfsdp.Error,
-        "rank 1: was told to write .*step-1-1, and rank 0 .*step-1-0: .*give the same path on all ranks",
+        "rank 1: was called with the path .*step-1-1, and rank 0 .*step-1-0: .*give the same path on all ranks",
     ),
     (lambda m, o, path: UNTYPED.save(path, m, o, grad_scaler=1.0), TypeError, "grad_scaler is 1.0: give a GradScaler"),
     (lambda m, o, path: UNTYPED.save(path, m, o, metric="0.5"), libfsdp.Error, "metric is '0.5': give a number"),

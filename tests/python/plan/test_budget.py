@@ -272,7 +272,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory_budget": True}, TypeError, "memory_budget is True"),
     ({"memory_budget": HALF}, TypeError, "memory_budget is 0.5: give a whole number of bytes, or a size"),
     ({"memory_budget": 0}, ValueError, "memory_budget is 0; give how many bytes"),
-    ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 says it; give one of them"),
+    ({"memory_budget": 10, "keep_gathered_bytes": 5}, ValueError, "keep_gathered_bytes=5 sets it by hand; give one of them"),
 ]
 
 
@@ -401,7 +401,7 @@ def test_the_fewest_units_recompute() -> None:
     model = layers(MemoryBudget(least, activations=KEPT, recomputable=INPUTS))
     train_layers(model, 1)
     assert sum("forward" in vars(module) for module in model.modules()) == 4
-    with pytest.raises(ValueError, match="units recompute, so that a sum does not tell"):
+    with pytest.raises(ValueError, match="units recompute, so a sum does not contain"):
         libfsdp.adjust_memory_budget(model, 1 << 10)
     model.double().float()  # Another engine takes the units.
     train_layers(model, 1)

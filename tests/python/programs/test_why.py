@@ -298,7 +298,7 @@ def test_a_waiting_rank_says_for_whom(tmp_path: Path) -> None:
         (line,) = [line for line in lines if line.startswith(f"libfsdp: rank {rank} ")]
         assert re.match(
             rf"libfsdp: rank {rank} has been waiting for rank 1 for \d+ s, in the all-gather of '.*'; rank 1 was last seen in "
-            r"forward of 'blocks\.1'\. `fsdp why .*events` tells more\.",
+            r"forward of 'blocks\.1'\. `fsdp why .*events` prints more\.",
             line,
         ), line
 

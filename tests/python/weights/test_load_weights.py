@@ -145,9 +145,9 @@ def test_all_must_come() -> None:
     new = state(Net(1))
     without = [pair for pair in new.items() if pair[0] not in ("count", "second.bias")]
     refused(
-        r"'count', 'second.bias' did not come; 4 of 6 were loaded before, the last of them 'tied.weight'", [without]
+        r"'count', 'second.bias' did not arrive; 4 of 6 were loaded before, the last of them 'tied.weight'", [without]
     )
-    refused(r"'first.bias' did not come; 1 of 2 were", [("count", new["count"])], names=["count", "first.bias"])
+    refused(r"'first.bias' did not arrive; 1 of 2 were", [("count", new["count"])], names=["count", "first.bias"])
     refused(r"no parameter or buffer 'first.bias'", [("first.bias", new["first.bias"])], names=["count"])
     refused(r"names: no parameter or buffer 'first.scale' in Net", [], names=["count", "first.scale"])
     refused(r"names must be a list of names, or None, got 'count'", [], names="count")

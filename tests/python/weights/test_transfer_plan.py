@@ -340,7 +340,7 @@ def test_a_rank_that_does_not_come_in_time(who: int) -> None:
         return late
 
     short = timedelta(seconds=0.3)
-    text = f"rank {who} of the group did not come within 0.3 s"
+    text = f"rank {who} of the group did not arrive within 0.3 s"
     refused(text, act(lambda: transfer_plan(trainer.model, [2], wanted=wanted, timeout=short)), libfsdp.CommError)
     plan = transfer_plan(trainer.model, [2], wanted=wanted, timeout=timedelta(seconds=20))
     plan._timeout = short
@@ -385,7 +385,7 @@ def test_a_receiver_that_dies(ranks: StartRanks, when: str) -> None:
     assert "rank 2 of 3: died with exit code 3" in text
     for rank in (0, 1):
         of_rank = text.partition(f"rank {rank} of 3:")[2].partition("of 3:")[0]
-        assert "trained on after: transfer_plan: rank 2 of the group did not come within 2 s" in of_rank, text
+        assert "trained on after: transfer_plan: rank 2 of the group did not arrive within 2 s" in of_rank, text
 
 
 # The example of docs/use/weights.md.
