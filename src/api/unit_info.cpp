@@ -53,7 +53,7 @@ std::string shown(const std::vector<MeshDim>& mesh) {
   return joined(mesh, " x ", [](const MeshDim& dim) { return (dim.name.empty() ? "" : dim.name + "=") + std::to_string(dim.size); });
 }
 
-/// Returns a text of the bytes with their dtypes, in which whole parameters and shards may differ.
+/// Returns a text of the bytes with their dtypes, in which unsharded parameters and shards may differ.
 std::string shown(std::int64_t bytes, const std::vector<UnitDtypes>& all, at::ScalarType UnitDtypes::*which) {
   std::string text;
   std::vector<at::ScalarType> once;

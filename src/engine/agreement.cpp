@@ -22,7 +22,7 @@ std::string describe(const std::vector<Unit*>& units, std::span<const UnitText> 
   return text;
 }
 
-/// Finds the first parameter whose first values differ. A parameter is not compared with ranks that have no checksum of it.
+/// Finds the first parameter whose initial values differ. A parameter is not compared with ranks that have no checksum of it.
 std::optional<DifferentValues> different_values(const std::vector<Unit*>& units, const comm::Ranks& ranks, std::vector<std::int64_t> values,
                                                 std::int64_t global_rank) {
   values.insert(values.begin(), global_rank);

@@ -19,7 +19,7 @@ struct Agreement {
   bool same_values = true;
 };
 
-/// Chooses a number for a model on these ranks, and compares the ranks' texts about it and the checksums of its first values. Collective,
+/// Chooses a number for a model on these ranks, and compares the ranks' texts about it and the checksums of its initial values. Collective,
 /// one small exchange.
 Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std::span<const std::int64_t> first_values = {});
 
@@ -27,7 +27,7 @@ Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std:
 struct UnitText {
   std::string settings;
   std::vector<std::int64_t>
-      first_values;  ///< Checksums of first values, one for each parameter. 0 means that the parameter is not compared.
+      first_values;  ///< Checksums of initial values, one for each parameter. 0 means that the parameter is not compared.
 };
 
 /// Initial values that differ between ranks.

@@ -110,7 +110,7 @@ void Engine::refresh(Unit& unit, bool kept_is_outdated) {
   guarded([&] { refresh_locked(unit, kept_is_outdated); });
 }
 
-/// Frees the unit's whole parameters, if they are present, unless they serve the next forward, too.
+/// Frees the unit's unsharded parameters, if they are present, unless they serve the next forward, too.
 void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   if (unit.whole.use == UseState::kPinned) return;
   const auto last = unit.whole.last_backward;
@@ -123,7 +123,7 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
     return;
   }
   evict(unit);
-  // If placements keep whole parameters or inner shards, the user has not asked to keep old values.
+  // If placements keep unsharded parameters or inner shards, the user has not asked to keep old values.
   const bool by_placements = unit.replicated_parameters() || options.outer_sharded_optimizer;
   if (kept_is_outdated || (by_placements && last != LastBackward::kAccumulated)) gatherer_.outdate_silently(unit);
 }
@@ -212,7 +212,7 @@ void Engine::leave_now(Unit& unit) {
   if (current_ == &unit) current_ = unit.place.parent;
 }
 
-/// Departs from one unit. A unit that an option keeps after forward stays until backward has been in it.
+/// Leaves one unit. A unit that an option keeps after forward stays until backward has been in it.
 void Engine::leave(Unit& unit) {
   const bool by_backward = backward_ == BackwardState::kRunning && unit.whole.use == UseState::kInUse;
   const bool by_forward = !by_backward && unit.whole.use != UseState::kRepeated;

@@ -75,7 +75,7 @@ struct StepSettings {
 };
 
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
-/// when backward departs from them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
+/// when backward leaves them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
 /// All public methods that change something lock, as a backward may run on another thread than the forward. Methods that do not lock read
@@ -112,7 +112,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// An operator is about to use all of these units at once [Present before use]. Within a backward, `pass` tells the operators of the
   /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
   void enter(std::span<Unit* const> units, Pass pass);
-  /// The unit's use has ended: departs from it now, and not only when another unit is entered.
+  /// The unit's use has ended: leaves it now, and not only when another unit is entered.
   void leave_now(Unit& unit);
   /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
   /// meanwhile.
@@ -139,7 +139,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Gathers the unit, which then stays [Pins last until use]. Without `wait`, the gather has only begun: a second call waits for it.
   void unshard(Unit& unit, bool wait);
   void reshard(Unit& unit);
-  /// Sets whether the unit's whole parameters keep their memory, and therefore their addresses, while they are resharded.
+  /// Sets whether the unit's unsharded parameters keep their memory, and therefore their addresses, while they are resharded.
   void set_fixed_addresses(Unit& unit, bool fixed);
   void reset();
   void set(const StepSettings& settings);

@@ -146,7 +146,7 @@ void Gatherer::evict(Unit& unit) {
   unit.whole.post_forward.release();
 }
 
-/// Writes back and frees the whole parameters.
+/// Writes back and frees the unsharded parameters.
 void Gatherer::free(Unit& unit) {
   if (unit.state() == ParameterState::kSharded) return;
   if (unit.state() == ParameterState::kGathering) finish(unit);
@@ -176,7 +176,7 @@ void Gatherer::write_back(Unit& unit) {
       unit.main.parts[k].copy_(written);
       continue;
     }
-    // Where the operator changed nothing, the main parameters keep the precision that the whole parameters do not have.
+    // Where the operator changed nothing, the main parameters keep the precision that the unsharded parameters do not have.
     const auto before = as_gathered(unit, k);
     const auto main = unit.main.parts[k].to(device_);
     unit.main.parts[k].copy_(at::where(written == before, main, written.to(main.scalar_type())));
@@ -239,7 +239,7 @@ void Gatherer::outdate_copies(Unit& unit) {
 
 void Gatherer::outdate_silently(Unit& unit) {
   evict(unit);
-  // Replicated parameters are not freed. They are outdated if another rank may own the change, or if the main parameters are separate.
+  // Replicated parameters are not freed. They are stale if another rank may own the change, or if the main parameters are separate.
   if (unit.replicated_parameters() && (!unit.replicated_optimizer() || unit.has_separate_main())) unit.set_state(ParameterState::kSharded);
   unit.shards.outdated = unit.options.outer_sharded_optimizer;
 }

@@ -13,7 +13,7 @@
 namespace fsdp::engine {
 
 /// Where the unreduced gradients of a unit are. Transitions, all made by Reducer:
-///   kNone -> kCollecting      the first gradient arrived, or backward departs from a unit to which this rank gives none
+///   kNone -> kCollecting      the first gradient arrived, or backward leaves a unit to which this rank gives none
 ///   kCollecting -> kAddingUp  a gradient of a backward without synchronization arrived
 ///   kCollecting, kAddingUp -> kReducing  the reduce-scatter was started
 ///   kReducing -> kNone        the reduce-scatter completed: the main gradients, or a later hop of the reduction, have the result; the

@@ -72,7 +72,7 @@ class MainParameters {
   void dismiss(Unit& unit, std::span<const at::Tensor> whole);
   /// An operator wrote to the unit's present parameters: the owned slices are written back before they are evicted.
   void wrote(Unit& unit);
-  /// The main parameters were written: present copies are outdated, and the parameters' versions are bumped, so that backward through an
+  /// The main parameters were written: present copies are stale, and the parameters' versions are bumped, so that backward through an
   /// older graph raises torch's in-place error. `forward_begins`: a forward of the whole model begins now, which gathers over the outer
   /// dimension itself.
   void changed(bool forward_begins = false);

@@ -17,7 +17,7 @@
 
 namespace fsdp::engine {
 
-/// The life of gradients: collected per unit as autograd delivers them, reduced when backward departs from the unit, summed in rank order
+/// The life of gradients: collected per unit as autograd delivers them, reduced when backward leaves the unit, summed in rank order
 /// into the main gradients. Called by Engine and MainParameters, under the engine's lock.
 ///
 /// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
@@ -61,7 +61,7 @@ class Reducer {
 
   /// The backward proper has entered the unit.
   void enter(Unit& unit);
-  /// A repeated forward has entered the unit. If backward departed from it only to repeat that forward, it is in the unit again.
+  /// A repeated forward has entered the unit. If backward left it only to repeat that forward, it is in the unit again.
   void reenter(Unit& unit);
 
   /// Backward moves to `destination`, and uses `together` with it: starts the reduction of what was entered and is related to none of them
@@ -173,8 +173,8 @@ class Reducer {
   std::vector<std::vector<GradientAccumulator*>> by_unit_;       // by Unit::index
   bool divided_ = false;                                         // since the last unit was added
   std::vector<GradientAccumulator*> collecting_;
-  std::vector<Unit*> entered_;        // by the backward proper, and not departed from
-  std::vector<Unit*> interrupted_;    // departed from for a repeated forward, which may come back to them
+  std::vector<Unit*> entered_;        // by the backward proper, and not left
+  std::vector<Unit*> interrupted_;    // left for a repeated forward, which may come back to them
   std::deque<Reduction> reductions_;  // in the order of their start
   StepObserver* observer_ = nullptr;
   std::optional<SetAside> aside_;      // in a rehearsal

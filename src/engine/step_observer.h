@@ -16,9 +16,9 @@ class StepObserver {
  public:
   virtual ~StepObserver() = default;
 
-  /// The computation enters the unit: its whole parameters are about to be used.
+  /// The computation enters the unit: its unsharded parameters are about to be used.
   virtual void entered(const Unit& unit) = 0;
-  /// The unit's whole parameters are about to be freed. They may be those of an earlier step if the unit was not entered since.
+  /// The unit's unsharded parameters are about to be freed. They may be those of an earlier step if the unit was not entered since.
   virtual void frees(const Unit& unit) = 0;
   /// Autograd has delivered a gradient of this rank for one parameter, of any strides.
   virtual void arrived(const Unit& unit, std::size_t parameter, const at::Tensor& gradient) = 0;

@@ -30,18 +30,18 @@
 
 namespace fsdp::engine {
 
-/// Where a unit's whole parameters are. Transitions, all made by Unit::set_state, which refuses others:
+/// Where a unit's unsharded parameters are. Transitions, all made by Unit::set_state, which refuses others:
 ///   kSharded -> kGathering  an all-gather was started (read ahead, or about to be used)
 ///   kGathering -> kPresent  it completed
 ///   kSharded -> kPresent    the unit is made, and its parameters are replicated and need no gather
-///   any -> kSharded         evicted, or given up; or, for replicated parameters, outdated by a write to the main ones
+///   any -> kSharded         evicted, or given up; or, for replicated parameters, made stale by a write to the main ones
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 
 /// How the computation, or the user, uses a unit in the running pass (a forward, or a backward). Departures depend on it. All transitions
 /// are made by Engine::set_use, which refuses others:
 ///   any -> kInUse            entered; in a backward, by the backward proper
 ///   any but kInUse -> kRepeated   entered by a forward that activation checkpointing repeats within a backward
-///   kInUse, kRepeated -> kLeft, kKept   departed from; also from kUnused, if forward was still in the unit when backward began
+///   kInUse, kRepeated -> kLeft, kKept   the computation has left it; also from kUnused, if forward was still in it when backward began
 ///   any -> kPinned           the user unsharded it
 ///   kUnused, kLeft, kKept -> kListed   gathered because a unit that lists it for prefetch was entered
 ///   any -> kUnused           evicted, or the next pass began
@@ -90,20 +90,20 @@ struct UnitParameter {
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
 struct SubBufferFormat {
-  at::ScalarType compute = at::kFloat;              ///< That of the whole parameters.
+  at::ScalarType compute = at::kFloat;              ///< That of the unsharded parameters.
   at::ScalarType main = at::kFloat;                 ///< That of the main parameters and the optimizer state.
   at::ScalarType main_gradient = at::kFloat;        ///< That of the main gradients.
   at::ScalarType wire_gradient = at::kFloat;        ///< That in which gradients travel.
   bool rounds_sums = false;                         ///< To the wire's dtype, though they are made in fp32.
   std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
-  bool extended = false;  ///< WholeParameters::extension has its main and whole parameters; they lie in no buffer.
+  bool extended = false;  ///< WholeParameters::extension has its main and unsharded parameters; they lie in no buffer.
 
   bool operator==(const SubBufferFormat&) const = default;
   /// True if gathered values have the same bits as the main parameters.
   bool gathers_main() const { return compute == main && gather == nullptr; }
 };
 
-/// What happens to the whole parameters of a unit after forward.
+/// What happens to the unsharded parameters of a unit after forward.
 enum class AfterForward : std::uint8_t {
   kReshard,         ///< They are freed. If the unit has a post-forward mesh, a copy stays there until the unit is gathered again.
   kUntilBackward,   ///< They stay for backward. The next root forward gathers them again.
@@ -116,13 +116,13 @@ struct UnitOptions {
   bool outer_sharded_optimizer = false;
   AfterForward after_forward = AfterForward::kReshard;
   bool reshard_after_backward = true;
-  /// With kReshard: whether whole parameters stay for backward nevertheless, as a memory budget has chosen.
+  /// With kReshard: whether unsharded parameters stay for backward nevertheless, as a memory budget has chosen.
   bool kept_by_budget = false;
   /// Whether a memory budget has chosen that the program repeats the unit's forward in backward.
   bool recomputes = false;
   /// False if no update follows this backward, although it gives gradients: later backwards add to them first.
   bool updated_after_backward = true;
-  /// Whether whole parameters are not freed when they are resharded, so that they have the same addresses when they are gathered again.
+  /// Whether unsharded parameters are not freed when they are resharded, so that they have the same addresses when they are gathered again.
   bool fixed_addresses = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
   double gradient_divide_factor = 0;
@@ -174,7 +174,7 @@ struct UnitPlace {
   std::array<std::vector<std::size_t>, 2> prefetch;  ///< By Pass: the units to gather ahead of this one's use, if the user listed them.
 };
 
-/// The whole parameters of a unit, and how they are used. Gatherer fills and frees them.
+/// The unsharded parameters of a unit, and how they are used. Gatherer fills and frees them.
 struct WholeParameters {
   std::atomic<UseState> use = UseState::kUnused;
   LastBackward last_backward = LastBackward::kNone;
@@ -248,8 +248,8 @@ struct Unit {
   layout::UnitLayout layout;
   std::vector<SubBufferFormat> formats;
   UnitOptions options;
-  /// [Alone] One rank has everything, and computes with its main parameters as they are: the whole parameters are the main ones, and the
-  /// placements no_shard, whatever was asked for.
+  /// [Alone] One rank has everything, and computes with its main parameters as they are: the unsharded parameters are the main ones, and
+  /// the placements no_shard, whatever was asked for.
   const bool alone;
   UnitCommunicators communicators;
   std::uint64_t layout_hash = 0;  ///< A hash of describe() and of where the parameters lie.
@@ -286,8 +286,8 @@ struct Unit {
   bool main_is_shared(std::size_t k) const {
     return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
-  /// True if the whole parameters of some sub-buffer do not have the same bits as its main parameters, or if the main parameters are not on
-  /// the device.
+  /// True if the unsharded parameters of some sub-buffer do not have the same bits as its main parameters, or if the main parameters are
+  /// not on the device.
   bool has_separate_main() const;
   /// The number of elements of a piece of sub-buffer k as gathers send it: its own elements, or the bytes of its gather format.
   std::int64_t travelling_numel(std::size_t k) const;

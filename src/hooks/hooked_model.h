@@ -23,9 +23,9 @@ namespace fsdp::hooks {
 ///   kNoGraph -> kGraph     a unit's output has a gradient
 enum class LastForward : std::uint8_t { kDone, kNoGraph, kGraph };
 
-/// The second trigger, with the units and the engine of one model. Hooks of modules, before and after forward and before backward, tell it
-/// what paging finds out by itself. Front ends call it without locks of their own (Python: without the GIL): the engine's lock is held
-/// while collectives are waited for.
+/// The second trigger, with the units and the engine of one model. Hooks of modules, before and after forward and before backward, notify
+/// it of what paging detects by itself. Front ends call it without locks of their own (Python: without the GIL), because it holds the
+/// engine's lock while it waits for collectives.
 class HookedModel : public std::enable_shared_from_this<HookedModel> {
  public:
   explicit HookedModel(const engine::EngineOptions& options) : engine_(std::make_shared<engine::Engine>(options)) {}
@@ -33,7 +33,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   HookedModel(const HookedModel&) = delete;
   HookedModel& operator=(const HookedModel&) = delete;
 
-  /// Takes a unit in; enclosing ones before enclosed ones. `parent`: its position among those, of the closest enclosing one.
+  /// Adds a unit. Add enclosing units before those that they enclose. `parent`: the position of the closest enclosing unit.
   void add(const std::shared_ptr<HookedUnit>& unit, std::optional<std::size_t> parent);
 
   /// Call it when all units have been added. The ranks choose a number for the model, and compare their descriptions of it (engine::agree).
@@ -41,22 +41,22 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// warning if initial values differ.
   std::string agree(std::vector<engine::UnitText> texts);
 
-  /// Gives the units back, for another model to take.
+  /// Releases the units, so that another model can use them.
   void dissolve();
 
-  /// A tensor whose version tells of writes to main parameters: a shard, or what front ends wrap around it. Its counter alone is kept, as
-  /// torch exchanges parameters (swap_tensors) only if nobody refers to them.
+  /// Watches a tensor whose version counter shows writes to main parameters: a shard, or a front end's wrapper of it. Only the counter is
+  /// kept, because torch exchanges parameters (swap_tensors) only if nothing else refers to them.
   void watch_version(const at::Tensor& tensor) { watched_.push_back(tensor.unsafeGetTensorImpl()->version_counter()); }
 
   /// Called at the end of each backward, when gradients may be taken.
   void on_backward_end(std::function<void()> callback) { backward_ended_ = std::move(callback); }
 
-  /// `rethrow` is called while an Error is about to leave one of this model's hooks into autograd, which knows only torch's exceptions and
-  /// the front end's: it throws the latter.
+  /// Sets the function that is called when an Error is about to leave one of this model's hooks into autograd. Autograd knows only torch's
+  /// exceptions and the front end's; `rethrow` throws one of the latter.
   void on_error_in_backward(std::function<void(const Error&)> rethrow) { rethrow_ = std::move(rethrow); }
 
-  /// A root forward begins: recovers from a backward that failed, and sees to it that units are gathered with the values that shards have
-  /// now [Current when forward begins].
+  /// Call it when a root forward begins. It recovers from a backward that failed, and ensures that units are gathered with the current
+  /// values of the shards [Current when forward begins].
   void begin_forward();
   /// Between forwards: recovers as begin_forward does, and takes over what was written to shards, or that they have other memory now.
   /// Returns true if there was any of it.
@@ -68,13 +68,13 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// end_unit_forward() at its end, even if it fails. That returns false if an outer forward of the unit has not ended.
   void begin_unit_forward(HookedUnit& unit);
   bool end_unit_forward(HookedUnit& unit);
-  /// The unit is about to be used by what this thread does: forward, backward, or a forward that is repeated within a backward.
+  /// Call it when this thread is about to use the unit: in a forward, a backward, or a forward that is repeated within a backward.
   void enter(HookedUnit& unit);
   /// Call it when backward is about to use the unit. Does the same as enter, and then calls the unit's entered_by_backward().
   void enter_backward(HookedUnit& unit);
-  /// Backward will enter and show the unit before it computes the gradient behind each of these tensors, which a forward of the unit
-  /// returns. Outputs that are inputs of the forward, passed on, are left out, because their gradients are computed outside of the unit's
-  /// backward. The graph of the outputs keeps the model alive.
+  /// From now on, backward enters the unit before it computes the gradient behind each of these tensors, which a forward of the unit
+  /// returns. Outputs that are inputs of the forward are skipped, because their gradients are computed outside of the unit's backward. The
+  /// graph of the outputs keeps the model alive.
   void watch(HookedUnit& unit, const std::vector<at::Tensor>& outputs);
   /// From now on, gradients of the leaf of parameter i go to the engine. If `local` is given, it first converts each of them: for a leaf
   /// that stands for tensors of several ranks (a DTensor), it returns this rank's part. It must not keep the model alive.
@@ -91,7 +91,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// In the order in which they were added. They stay as long as the model, which a graph may keep alive longer than the front end does.
   /// They must not keep the model alive.
   const std::vector<std::shared_ptr<HookedUnit>>& units() const { return units_; }
-  /// The front end has warned that writes to whole parameters were lost, which it does once for each model.
+  /// The front end has warned that writes to unsharded parameters were lost, which it does once for each model.
   bool warned_of_lost_writes = false;
 
   const std::shared_ptr<engine::Engine>& engine() const { return engine_; }
@@ -142,8 +142,9 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::vector<engine::UnitText> to_agree_on_;  // texts that the first backward compares
 };
 
-/// Says that an optimizer with sharded parameters has stepped. The copies of whole parameters that models keep are then outdated. Versions
-/// do not always tell this, because kernels for lists of tensors do not count them. Any thread may call it. All ranks call it alike.
+/// Call it when an optimizer with sharded parameters has stepped. The unsharded parameters that models keep are then stale. Version
+/// counters do not always show this, because kernels for lists of tensors do not increment them. Any thread may call it. All ranks call it
+/// alike.
 void note_update();
 
 }  // namespace fsdp::hooks

@@ -51,7 +51,7 @@ std::vector<std::int64_t> stored_shape(const ParameterSpec& parameter, std::int6
   return shape;
 }
 
-/// Puts the ranks' slices along a dimension that is not the first into their places, so that whole parameters are contiguous.
+/// Puts the ranks' slices along a dimension that is not the first into their places, so that unsharded parameters are contiguous.
 std::shared_ptr<const GatherFormat> interleaved(const ParameterSpec& parameter, at::ScalarType compute) {
   auto format = std::make_shared<GatherFormat>();
   format->block_bytes = static_cast<std::int64_t>(c10::elementSize(compute));
@@ -87,7 +87,8 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
   }
   if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
   format.extended = parameter.extended;
-  // Otherwise the unit would have main parameters of its own for it, in the shards that the outer ranks cut, or in the whole parameters.
+  // Otherwise the unit would have main parameters of its own for it, in the shards that the outer ranks cut, or in the unsharded
+  // parameters.
   const bool shares_main = spec.options.outer_sharded_optimizer || spec.options.placements.parameters == Placement::kReplicated;
   if (parameter.extended && shares_main) format.gather = nothing();
   if (parameter.shard_dim != 0) format.gather = interleaved(parameter, format.compute);

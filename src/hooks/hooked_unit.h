@@ -32,7 +32,7 @@ struct ParameterSpec {
   /// If not 0, it is gathered in float8, with a scale for each block of this many elements. This requires that it is cut along the first
   /// dimension, and that each row is a whole number of blocks.
   std::int64_t float8_block = 0;
-  bool extended = false;  ///< Whether the unit's extension gathers it. The unit then has only its gradients, no shard and no whole form.
+  bool extended = false;  ///< Whether the unit's extension gathers it. Only its gradients then lie in the unit's buffers.
 };
 
 struct UnitSpec {
@@ -40,7 +40,7 @@ struct UnitSpec {
   std::vector<ParameterSpec> parameters;
   DeviceMesh mesh;  ///< One dimension to shard over, or two: the first replicates (HSDP), or cuts shards once more (HFSDP).
   engine::UnitOptions options;
-  std::optional<at::ScalarType> param_dtype;   ///< The dtype of the whole parameters in forward and backward; by default their own.
+  std::optional<at::ScalarType> param_dtype;   ///< The dtype of the unsharded parameters in forward and backward; by default their own.
   std::optional<at::ScalarType> reduce_dtype;  ///< The dtype in which gradients are sent; by default the dtype in which they are computed.
   std::int64_t post_forward_size = 0;
   bool separate_reduce_group = false;
@@ -100,7 +100,7 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
   /// Returns this rank's part of parameter i on the post-forward mesh, in the given shape, over memory that comes and goes. The parts are
   /// equal and in the order of the elements.
   at::Tensor post_forward_shard(std::size_t i, const std::vector<std::int64_t>& shape) const;
-  /// The tensor that modules show as the whole parameter i, and autograd accumulates into: over the memory of whole(i).
+  /// The tensor that modules show as the unsharded parameter i, and autograd accumulates into: over the memory of whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
   at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
@@ -109,13 +109,13 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
   at::Tensor gradient_shard(const std::vector<at::Tensor>& gradients, std::size_t i) const;
 
   /// Returns a tensor without elements. The engine increments its version whenever main parameters have been written, so that the unit's
-  /// extension notices that its copies are outdated. The engine treats it as the parameter's leaf, so it is on the same device as a leaf.
+  /// extension notices that its copies are stale. The engine treats it as the parameter's leaf, so it is on the same device as a leaf.
   at::Tensor watch_writes(std::size_t i);
   /// Gathers pairs (whole, part) of the unit's extension, and waits for them. Call it only while the extension starts: the engine's lock is
   /// held then, and the unit's own gather has not begun.
   void gather_now(const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) const;
 
-  /// Called on any thread when backward has entered the unit: modules get the whole parameters.
+  /// Called on any thread when backward has entered the unit: modules get the unsharded parameters.
   virtual void entered_by_backward() {}
 
   /// False if backward does not need the values of the parameters.

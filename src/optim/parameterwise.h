@@ -20,7 +20,7 @@ struct ParameterPiece {
   std::vector<at::Tensor> state;  ///< The algorithm's state. It is made before the first update.
   std::int64_t steps = 0;         ///< Updates so far, this one included.
 
-  const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< The shape of the whole parameter.
+  const std::vector<std::int64_t>& shape() const { return unit->parameters[parameter].shape; }  ///< The shape of the unsharded parameter.
 };
 
 /// An algorithm whose updates are not elementwise, but depend on whole matrices or blocks. It updates each parameter separately.

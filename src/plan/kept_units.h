@@ -12,7 +12,7 @@ namespace fsdp::planning {
 struct Keepable {
   std::size_t begin = 0;   ///< The first moment of a step at which it takes memory only because it is kept.
   std::size_t end = 0;     ///< The moment after the last one. A unit without such a moment is not kept.
-  std::int64_t bytes = 0;  ///< Of its whole parameters.
+  std::int64_t bytes = 0;  ///< Of its unsharded parameters.
   std::int64_t saved = 0;  ///< The bytes that this rank sends less in a step.
 };
 

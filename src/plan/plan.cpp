@@ -25,7 +25,7 @@ comm::Traffic traffic_of(c10::DeviceType type, int size, int on_host, bool share
   return shared_memory && on_host > 1 ? comm::Traffic::by_shared_memory(size, on_host) : comm::Traffic::by_messages(size);
 }
 
-/// At least the bytes of the peak that are padding. Each kind of a unit's memory is padded as much as its whole parameters.
+/// At least the bytes of the peak that are padding. Each kind of a unit's memory is padded as much as its unsharded parameters.
 std::int64_t padding_of(const Plan& plan) {
   double padding = 0;
   for (const auto& unit : plan.units) {

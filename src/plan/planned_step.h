@@ -98,7 +98,7 @@ std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& a
 /// In place of what a unit keeps if it recomputes: its forward can't be repeated.
 constexpr std::int64_t kNeverRecomputed = -1;
 
-/// Something of each unit that may stay from forward into backward: whole parameters, or activations.
+/// Something of each unit that may stay from forward into backward: unsharded parameters, or activations.
 struct MayStay {
   /// By moment of the last step: what the device has to have because of it. Of several microbatches, the one that needs most counts.
   std::vector<std::int64_t> loads;

@@ -24,7 +24,7 @@ constexpr std::int64_t kWritten = 64;
 
 std::int64_t bit(bool set, std::int64_t value) { return set ? value : 0; }
 
-/// Whether the whole parameters, when they were first seen, had other values than this rank's main parameters.
+/// Whether the unsharded parameters, when they were first seen, had other values than this rank's main parameters.
 bool own_differs(const engine::Unit& unit, const MainTestimony& main, const UnitRecord& record) {
   if (record.whole.empty()) return false;
   const auto first = static_cast<std::size_t>(unit.main_pieces().first);
@@ -95,7 +95,7 @@ std::vector<std::string> RankComparison::compare_data() const {
   return lines;
 }
 
-/// What ranks have found without each other. `lines` may say already that whole parameters differ.
+/// What ranks have found without each other. `lines` may say already that unsharded parameters differ.
 void RankComparison::add_flags(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const {
   const auto add = [&](std::int64_t flag, const std::string& before, const std::string& after) {
     std::vector<std::int64_t> found;
@@ -131,7 +131,7 @@ void RankComparison::add_sums(std::vector<std::string>& lines, const engine::Uni
   }
 }
 
-/// Finds the ranks whose whole parameters are wrong, and from which rank they have the wrong piece.
+/// Finds the ranks whose unsharded parameters are wrong, and from which rank they have the wrong piece.
 std::vector<std::string> RankComparison::compare_whole(std::size_t unit_index, const Column& column) const {
   const auto& unit = *testimony_.units[unit_index];
   auto mine = testimony_.own.of(unit_index).whole;

@@ -16,7 +16,7 @@ namespace fsdp::replay {
 
 /// What one rank has seen of a unit in one microbatch. Digests are 0 where there was nothing to see.
 struct UnitRecord {
-  /// Of the whole parameters when they were first seen: one for each piece of the unit's layout, over those of its sub-buffers that are
+  /// Of the unsharded parameters when they were first seen: one for each piece of the unit's layout, over those of its sub-buffers that are
   /// gathered as they are; the last one is that of the parameters that travel in a gather format, which are not in pieces.
   std::vector<std::int64_t> whole;
   bool whole_changed = false;  ///< They had other bits when they were seen again.
@@ -64,7 +64,7 @@ class MicrobatchRecord final : public engine::StepObserver {
   const Reductions reductions_;
 };
 
-/// The digests that a unit's whole parameters have: see UnitRecord::whole.
+/// The digests that a unit's unsharded parameters have: see UnitRecord::whole.
 std::vector<std::int64_t> digests_of_whole(const engine::Unit& unit);
 
 }  // namespace fsdp::replay

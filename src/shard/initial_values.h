@@ -11,7 +11,7 @@
 #include "fsdp/fully_shard.h"
 #include "shard/unit_division.h"
 
-// The first values of parameters and buffers.
+// The initial values of parameters and buffers.
 namespace fsdp::shard {
 
 /// Fills the main parameters of a unit, whose memory is zero, with the values of the parameters in its plan. Collective over the unit's

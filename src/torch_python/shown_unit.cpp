@@ -54,8 +54,8 @@ std::uint32_t ShownUnit::version_of(std::size_t i) const {
   return whole ? whole->version_counter().current_version() : 0;
 }
 
-/// Warns, once for each model, that the program has written to whole parameters since modules have them. (Where the engine has bumped
-/// versions, the whole parameters are no longer present.) Writes to main parameters are not lost.
+/// Warns, once for each model, that the program has written to unsharded parameters since modules have them. (Where the engine has bumped
+/// versions, the unsharded parameters are no longer present.) Writes to main parameters are not lost.
 void ShownUnit::warn_of_lost_writes() const {
   const auto& unit = this->unit();
   const auto model = this->model();
@@ -146,7 +146,7 @@ bool ShownUnit::leave(const std::vector<at::Tensor>& outputs, bool hides) {
 }
 
 void ShownUnit::unshard(bool wait) {
-  // Shown anew, so that writes are noticed from where the whole parameters are present.
+  // Shown anew, so that writes are noticed from where the unsharded parameters are present.
   if (unit().state() != engine::ParameterState::kPresent) hide();
   {
     const py::gil_scoped_release no_gil;

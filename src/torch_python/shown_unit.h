@@ -37,14 +37,14 @@ class ShownUnit final : public hooks::HookedUnit {
   /// Needs no GIL.
   void entered_by_backward() override;
 
-  /// The unit is about to be used; `begins_forward`: a forward of one of its modules begins. Modules then show whole parameters.
+  /// The unit is about to be used; `begins_forward`: a forward of one of its modules begins. Modules then show unsharded parameters.
   void enter(bool begins_forward);
   /// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. Returns false if an
   /// outer forward of it has not ended.
   bool leave(const std::vector<at::Tensor>& outputs, bool hides);
-  /// Gathers the unit. With `wait`, modules show whole parameters afterwards.
+  /// Gathers the unit. With `wait`, modules show unsharded parameters afterwards.
   void unshard(bool wait);
-  /// Its modules show shards. If a model has the unit, the whole parameters are freed.
+  /// Its modules show shards. If a model has the unit, the unsharded parameters are freed.
   void reshard();
   /// `local` is a Python function, or None; see HookedModel::collect_gradients.
   void collect_gradients(std::size_t i, const at::Tensor& leaf, pybind11::object local);
@@ -91,7 +91,7 @@ class ShownUnit final : public hooks::HookedUnit {
     pybind11::object wrap;
     bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last shown. If one of them
                            ///< differs now, it was changed.
-    std::uint32_t version = 0;  ///< The version of the whole form when modules began to have it.
+    std::uint32_t version = 0;  ///< The version of the unsharded form when modules began to have it.
 
     /// Returns the parameter in this form. If there is no form on the post-forward mesh, it is the shard.
     const pybind11::object& as(Shown form) const {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def agree(engine: _C.HookedModel, states: list[ShardState], of_model: dict[str, Any]) -> None:
-    """Compares the ranks' descriptions of an engine's units, and warns if first values differ. Collective.
+    """Compares the ranks' descriptions of an engine's units, and warns if initial values differ. Collective.
 
     Raises:
         Error: on all ranks, if parameters or settings differ.

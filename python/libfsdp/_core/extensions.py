@@ -92,7 +92,7 @@ class _Gather:
         shard: if the outer ranks cut shards, too: the tensors that this inner rank sends, or its rows if
             `shard_encoded` is False.
         shard_encoded: whether the outer ranks have quantized their parts of `shard`.
-        inner: the memory of the whole parameter that the extension has allocated, with its size in bytes.
+        inner: the memory of the unsharded parameter that the extension has allocated, with its size in bytes.
     """
 
     index: int
@@ -283,7 +283,7 @@ class ExtendedParameters:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Called when the data have arrived. Makes the whole parameters, or fills those that exist."""
+        """Called when the data have arrived. Makes the unsharded parameters, or fills those that exist."""
         for gather in self._gathers:
             parameter = gather.parameter
             arrived = tuple(
@@ -344,7 +344,7 @@ class ExtendedParameters:
         gather.inputs = []
 
     def free(self) -> None:
-        """Frees the whole parameters' memory."""
+        """Frees the unsharded parameters' memory."""
         for gather in self._gathers:
             gather.inputs = []
             gather.metadata = None

@@ -50,7 +50,7 @@ class ForwardHooks:
         state = self.state
         for module in state.modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            # It runs even after a forward that raised, so that its module is not left with whole parameters.
+            # It runs even after a forward that raised, so that its module is not left with unsharded parameters.
             module.register_forward_hook(self.post_forward, always_call=True)
         # Each module that has parameters gets the hook, because a program may save or load a part of the model.
         for module in dict.fromkeys((*state.modules, *(place.module for p in state.parameters for place in p.places))):
@@ -65,7 +65,7 @@ class ForwardHooks:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Runs before a module's forward: gathers the unit, and makes the module show whole parameters."""
+        """Runs before a module's forward: gathers the unit, and makes the module show unsharded parameters."""
         state = self.state
         model = state.model
         if model is None or model.provisional:

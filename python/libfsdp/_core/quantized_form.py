@@ -1,4 +1,4 @@
-"""The interface of parameters whose whole form has fewer bits than their shards: QuantizedForm."""
+"""The interface of parameters whose unsharded form has fewer bits than their shards: QuantizedForm."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class QuantizedForm(Protocol):
     """Converts a parameter's values to the quantized tensor with which modules compute, which has fewer bits than the shards."""
 
     def high_precision(self) -> torch.Tensor:
-        """Returns the first values of the shards. Called once."""
+        """Returns the initial values of the shards. Called once."""
         ...
 
     def make(self, values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns a quantized tensor of these values, and those of its inner tensors that are freed with the whole parameter."""
+        """Returns a quantized tensor of these values, and those of its inner tensors that are freed with the unsharded parameter."""
         ...
 
     def fill(self, values: torch.Tensor, whole: torch.Tensor) -> None:
@@ -47,8 +47,8 @@ class QuantizedForm(Protocol):
         """Returns the tensors to send: this rank's rows, quantized without those of other ranks.
 
         There are as many rows as the first rank has; zeros fill up a shard with fewer. Returns None if rows that are quantized separately
-        would not have the bits that they have in the whole parameter, which has `shape`; they are then sent unquantized. All ranks return
-        the same kind of result, each time.
+        would not have the bits that they have in the unsharded parameter, which has `shape`; they are then sent unquantized. All ranks
+        return the same kind of result, each time.
         """
         ...
 
@@ -68,5 +68,5 @@ class QuantizedForm(Protocol):
         ...
 
     def freed(self, whole: torch.Tensor) -> None:
-        """Called when the whole parameter's memory has been freed."""
+        """Called when the unsharded parameter's memory has been freed."""
         ...

@@ -52,7 +52,7 @@ class ManagedParameter(NamedTuple):
     """A parameter that a call of fully_shard is about to shard.
 
     Attributes:
-        value: the whole parameter, as the modules have it.
+        value: the unsharded parameter, as the modules have it.
         places: all modules that have it.
         shard_dim: the dimension that will be cut.
     """
@@ -69,7 +69,7 @@ class ShardedParameter:
     Attributes:
         name: its name in the module that fully_shard was called on; its name in the root once that is known.
         places: all modules that have it (tied parameters have several).
-        shape: the shape of the whole parameter on this rank (a tensor-parallel one is a piece already).
+        shape: the shape of the unsharded parameter on this rank (a tensor-parallel one is a piece already).
         shard_dim: the dimension that is cut.
         spec: the spec of the sharded DTensor; None for an ordinary tensor, of which each rank has all.
         whole_spec: the spec of the whole DTensor, if the parameter is tensor-parallel.
@@ -82,7 +82,7 @@ class ShardedParameter:
         grad_dtype: the dtype of its gradient, if that is not its own.
         post_forward: the parameter that modules have between forward and backward, if there is a post-forward mesh.
         extended: whether its tensor defines how it is gathered, or it is quantized.
-        quantized: makes its whole form, if that has fewer bits than the shards.
+        quantized: makes its unsharded form, if that has fewer bits than the shards.
         trainable: whether the unit has room for its gradient.
         kind: the class that it had in the module, if its tensor has none of its own.
         before: a weak reference to the parameter that the module had before fully_shard.
@@ -183,7 +183,7 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def carry_attributes(parameter: ShardedParameter, value: nn.Parameter) -> None:
     """Gives a new shard the attributes that the program has set on the former one.
 
-    (swap_tensors removes them; the whole form still has them.)
+    (swap_tensors removes them; the unsharded form still has them.)
     """
     if parameter.quantized is not None:
         return  # They contain values of higher precision.
@@ -252,7 +252,7 @@ def sharded_spec(
     replicated: bool,
     outer_sharded: bool,
 ) -> tuple[DTensorSpec | None, DTensorSpec | None]:
-    """Returns the specs of a parameter between steps, and of its whole form if that is a DTensor, too.
+    """Returns the specs of a parameter between steps, and of its unsharded form if that is a DTensor, too.
 
     Args:
         replicated: whether each rank has all of it (ZeRO-0), so that it stays the kind of tensor that it is.

@@ -77,7 +77,7 @@ class ShardingOptions:
 
     @property
     def after_forward(self) -> _C.AfterForward:
-        """What happens to whole parameters after forward. (The root of a model may keep them until backward.)"""
+        """What happens to unsharded parameters after forward. (The root of a model may keep them until backward.)"""
         given = self.reshard_after_forward
         reshards = given if isinstance(given, bool) else given != 1
         return _C.AfterForward.RESHARD if reshards else _C.AfterForward.ACROSS_FORWARDS

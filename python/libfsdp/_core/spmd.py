@@ -60,7 +60,7 @@ def spmd_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> SpmdMesh:
 
 
 def spmd_specs(parameter: nn.Parameter, spmd: SpmdMesh, shard_dim: int) -> tuple[DTensorSpec, DTensorSpec]:
-    """Returns the specs of a parameter between steps, and of its whole form.
+    """Returns the specs of a parameter between steps, and of its unsharded form.
 
     Raises:
         ValueError: if the parameter is no DTensor on the mesh, or not replicated over its data-parallel dimensions.

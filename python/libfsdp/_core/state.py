@@ -418,7 +418,7 @@ class ShardState:
             self.unit.set_prefetch(in_backward, listed)
 
     def collect_left_gradients(self) -> None:
-        """Gives the engine gradients that a program itself has put into the whole parameters, as pipelining's backward for weights does."""
+        """Passes gradients to the engine that the program has set on unsharded parameters, as pipelining's backward for weights does."""
         for i, parameter in enumerate(self.parameters):
             if parameter.whole is None or parameter.whole.grad is None:
                 continue

@@ -46,7 +46,7 @@ class UnshardHandle:
         self._states = states
 
     def wait(self) -> None:
-        """Returns when the module shows its whole parameters. A module's own forward waits, too."""
+        """Returns when the module shows its unsharded parameters. A module's own forward waits, too."""
         for state in self._states:
             state.wait_for_unshard()
         self._states = ()
@@ -91,7 +91,7 @@ class FSDPModule:
                 setattr(unit, name, value)
 
     def reshard(self) -> None:
-        """Frees the module's whole parameters, and shows shards. Not recursive."""
+        """Frees the module's unsharded parameters, and shows shards. Not recursive."""
         for state in self._states(recurse=False):
             state.reshard()
 
@@ -157,7 +157,7 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces the gradients that backwards have left: with manual finalization, or without synchronization before it was set again.
 
-        Whole parameters are freed as at the end of a backward, for the modules that ``set_reshard_after_backward``
+        Unsharded parameters are freed as at the end of a backward, for the modules that ``set_reshard_after_backward``
         says.
 
         Call it on the root, on all ranks, when the last backward has ended; parameters then have their gradients.
@@ -183,7 +183,7 @@ class FSDPModule:
         return state
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """With True, whole parameters keep their memory while they are resharded, and therefore their addresses (for CUDA graphs).
+        """With True, unsharded parameters keep their memory while they are resharded, and therefore their addresses (for CUDA graphs).
 
         Their values are gathered again nevertheless. With False, the memory is freed.
         """

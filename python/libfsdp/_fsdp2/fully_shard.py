@@ -80,7 +80,7 @@ def fully_shard(
             all ranks.
         gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, or None for the dtype of the
             computation.
-        keep_gathered_bytes: the number of bytes of whole parameters that stay gathered from forward into backward, in
+        keep_gathered_bytes: the number of bytes of unsharded parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
         memory_budget: how many bytes of its device each rank may use, as a number, a size such as "60GiB" (60 * 2**30) or
             "60GB" (60 * 10**9), or a :class:`MemoryBudget`. At the first
@@ -100,7 +100,7 @@ def fully_shard(
         main_grads_dtype: the dtype of the shards' gradients, in which those of several backwards add up. Gradients are
             sent in it unless the policy has a reduce_dtype, and sums are not rounded to the latter. "own" stands for
             the dtype that the parameter had, and None for that of the shards.
-        check_initial_values: whether ranks compare the first values of all parameters, and raise ``Error`` if they
+        check_initial_values: whether ranks compare the initial values of all parameters, and raise ``Error`` if they
             differ. By default, before the first forward they compare 64 elements of each parameter that has not been
             written until then (loaded, broadcast), and warn if these differ.
 
@@ -166,7 +166,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         output = None
         try:
             output = original(*args, **kwargs)
-        finally:  # This runs even after a method that raised, so that its module is not left with whole parameters.
+        finally:  # This runs even after a method that raised, so that its module is not left with unsharded parameters.
             output = hooks.post_forward(self, args, output)
         return output
 

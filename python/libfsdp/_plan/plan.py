@@ -54,8 +54,8 @@ class PlannedUnit:
         main_parameters: this rank's shards.
         main_gradients: their gradients.
         optimizer_state: what the optimizer keeps for them.
-        gathered: the whole parameters.
-        unreduced: the whole gradients, before they are reduced.
+        gathered: the unsharded parameters.
+        unreduced: the unsharded gradients, before they are reduced.
         communication: receive staging of the reduction.
         padding: the part of ``gathered`` that belongs to no parameter.
         activations: what autograd keeps from its forward to its backward, by what plan() was given.

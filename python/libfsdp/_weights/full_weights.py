@@ -91,7 +91,7 @@ def full_weights(
     merge_adapters: bool = False,
     since: WeightSnapshot | None = None,
 ) -> FullWeights | ChangedWeights:
-    """Gives the whole parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
+    """Gives the unsharded parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
 
     Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is
     gathered. The memory, two buckets, counts as gathered parameters; a bucket's tensors lose it when the next bucket is

@@ -33,7 +33,7 @@ def load_weights(
     names: Collection[str] | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Copies whole weights into the parameters and buffers of a module that is not sharded, bucket by bucket.
+    """Copies unsharded weights into the parameters and buffers of a module that is not sharded, bucket by bucket.
 
     The module's tensors stay where they are: each value is converted to the dtype and the device of its tensor. Names
     that are one tensor in the module (tied parameters) need to come once only; if they come with different values, that

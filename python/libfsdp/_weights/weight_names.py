@@ -1,4 +1,4 @@
-"""The names under which whole weights come."""
+"""The names under which unsharded weights come."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class WeightMetadata(NamedTuple):
 
 
 class WeightSource:
-    """The whole weights of a sharded model, as often as they are asked for: metadata(), and names with tensors by iteration.
+    """The unsharded weights of a sharded model, as often as they are asked for: metadata(), and names with tensors by iteration.
 
     It has the two methods that vLLM's trainer side asks of its weight sources. The names, shapes, dtypes and order of both
     are the same.

@@ -323,7 +323,7 @@ class MegatronFSDP(nn.Module):
         self._show_shards()
 
     def _show_shards(self) -> None:
-        """Shows shards to users, while whole parameters may stay gathered."""
+        """Shows shards to users, while unsharded parameters may stay gathered."""
         for state in self._states:
             if state.unit is not None:
                 state.unit.hide()
@@ -440,7 +440,7 @@ class MegatronFSDP(nn.Module):
             state.unshard(wait=True)
 
     def synchronize_param_gather(self) -> None:
-        """Frees whole parameters, so that ``parameters()`` are those of the optimizer."""
+        """Frees unsharded parameters, so that ``parameters()`` are those of the optimizer."""
         for state in self._states:
             state.reshard()
 

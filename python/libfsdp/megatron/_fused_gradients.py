@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FusedGradients:
-    """The buffers that ``parameter.get_main_grad()`` of whole parameters returns during one backward.
+    """The buffers that ``parameter.get_main_grad()`` of unsharded parameters returns during one backward.
 
     A buffer is as large as the parameter, and holds zeros. A kernel adds the gradient to it, or overwrites it
     (``overwrite_main_grad``), sets ``parameter.grad_added_to_main_grad``, and returns any tensor of the parameter's shape, or

@@ -91,7 +91,7 @@ def _reset(
     index: FSDPDistributedIndex,
     take_form: Callable[[str, nn.Parameter], TransformerEngineForm],
 ) -> None:
-    """Gives one module its values. When it returns, all whole parameters have been freed.
+    """Gives one module its values. When it returns, all unsharded parameters have been freed.
 
     Args:
         done: the parameters that have their values already.
@@ -137,7 +137,7 @@ def _reset(
 
 
 class _Scratch:
-    """Memory of one module's whole parameters, which the next module uses again.
+    """Memory of one module's unsharded parameters, which the next module uses again.
 
     If each parameter had a tensor of its own, some of the previous module's would still exist, because a process group's thread may hold a
     tensor for a moment after it has been broadcast.

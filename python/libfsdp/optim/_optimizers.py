@@ -98,7 +98,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Outdates whole parameters that models keep across forwards, even models that this optimizer does not update.
+    """Outdates unsharded parameters that models keep across forwards, even models that this optimizer does not update.
 
     An optimizer without sharded parameters is ignored, because it may exist on one rank only.
     """
