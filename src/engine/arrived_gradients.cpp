@@ -9,7 +9,7 @@
 namespace fsdp::engine {
 namespace {
 
-/// It may be read until the reduction has ended: nobody else can write it, as autograd gives it away.
+/// It may be read until the reduction has ended: nothing else can write it, because autograd transfers its ownership.
 bool is_own(const at::Tensor& gradient) { return gradient.use_count() == 1 && gradient.storage().use_count() == 1; }
 
 bool is_whole(const at::Tensor& gradient, const at::Tensor& part) {

@@ -11,17 +11,17 @@
 namespace fsdp::engine {
 
 /// Keeps small gradients on a GPU on their way from autograd to the buffer in which their unit's gradients are collected. A gradient that
-/// is the whole of a sub-buffer as it is, and that nobody else has, need not be copied there: it is lent to the reduction. One kernel
-/// copies the others.
+/// is a complete sub-buffer, and to which nothing else refers, is not copied there, but lent to the reduction. One kernel copies the
+/// others.
 class ArrivedGradients {
  public:
   /// Takes a gradient whose place in the buffer is `view`.
   void add(std::size_t parameter, const at::Tensor& view, const at::Tensor& gradient) { waiting_.push_back({parameter, view, gradient}); }
-  /// Copies all that wait into the buffer.
+  /// Copies all gradients that wait into the buffer.
   void copy();
-  /// Lends what may and can be lent in place of a part of the buffer, and copies the others. Returns true if the buffer then holds nothing.
+  /// Lends the gradients that can replace a part of the buffer, and copies the others. Returns true if the buffer then holds nothing.
   bool settle(const layout::UnitLayout& layout, const Buffer& buffer, bool may_lend);
-  /// Returns what is lent for sub-buffer k. It is undefined if nothing is lent.
+  /// Returns the gradient that is lent for sub-buffer k; undefined if there is none.
   at::Tensor lent(std::size_t k) const { return k < lent_.size() ? lent_[k] : at::Tensor(); }
   void clear();
 

@@ -10,7 +10,7 @@
 
 namespace fsdp::engine {
 
-/// Where new blocks come from, if others make them: those of gathers, which all ranks make alike, and the others.
+/// The allocators of new blocks, where memory is not the engine's own: of blocks for gathers, which all ranks request alike, and of others.
 struct BufferSources {
   comm::MemorySource of_gathers;
   comm::MemorySource of_the_rest;
@@ -18,7 +18,8 @@ struct BufferSources {
 
 /// The slots of an engine's buffers. They share one pool, except where gathers go into symmetric memory, or into memory of a source of
 /// their own: then these have a pool of their own. Ranks find each other's symmetric blocks, and NCCL registers windows, by using the same
-/// ones in the same order. All ranks gather alike, but when a rank needs memory for gradients depends on those that it gets.
+/// ones in the same order. All ranks gather alike, but the moments at which a rank needs memory for gradients depend on the gradients that
+/// it gets.
 class BufferPools {
  public:
   BufferPools(c10::Device device, memory::Accounting& accounting, memory::SlotPool::Idle idle)

@@ -102,7 +102,7 @@ void Engine::confirm() const {
   }
 }
 
-/// By the end of the forward, if the trigger tells it, or of the backward.
+/// True if the ranks' calls are compared later: at the end of the forward, if the trigger reports it, or of the backward.
 bool Engine::is_confirmed_later() const { return !running_.empty() || backward_ == BackwardState::kRunning || at::GradMode::is_enabled(); }
 
 void Engine::refresh(Unit& unit, bool kept_is_outdated) {
@@ -200,7 +200,7 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together, Pass 
       continue;
     }
     occupied_.erase(occupied_.begin() + static_cast<std::ptrdiff_t>(i));
-    // Pinned since: it stays.
+    // A unit that was pinned meanwhile stays.
     if (unit.whole.use == UseState::kInUse || unit.whole.use == UseState::kRepeated || unit.whole.use == UseState::kUnused) leave(unit);
   }
 }
@@ -287,7 +287,7 @@ void Engine::outdate_all(bool starts_shards) {
   });
 }
 
-/// Says that the computation is in no unit. The next unit that is entered begins a pass.
+/// Records that the computation is in no unit. The next unit that is entered begins a pass.
 void Engine::forget_moves() {
   occupied_.clear();
   ahead_.clear();
@@ -365,7 +365,7 @@ void Engine::reshard_after_backward() {
   forget_moves();
 }
 
-/// [Current when forward begins] `last` says whether this is the last backward before an update.
+/// [Current when forward begins] `last`: whether this is the last backward before an update.
 void Engine::note_backward(bool last) {
   bool gives = false;
   for (const auto& unit : units_) {

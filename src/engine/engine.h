@@ -31,14 +31,14 @@
 
 namespace fsdp::engine {
 
-/// Where a backward stands. Transitions:
+/// Whether a backward is running. Transitions:
 ///   kNone -> kRunning   begin_backward, at the first entry or gradient of a backward
-///   kRunning -> kNone   end_backward, or reset when the backward died of an exception
+///   kRunning -> kNone   end_backward, or reset after an exception has ended the backward
 enum class BackwardState : std::uint8_t { kNone, kRunning };
 
 /// Whether a backward is for all leaves, or for chosen tensors (torch::autograd::grad, backward with inputs). A backward for chosen tensors
-/// passes through units to whose parameters it gives no gradients. It therefore reduces no unit on departure. The gradients that it gave
-/// are reduced at its end.
+/// passes through units to whose parameters it gives no gradients. It therefore reduces no unit when it leaves it, but all gradients at its
+/// end.
 enum class BackwardOf : std::uint8_t { kAllLeaves, kChosenTensors };
 
 struct EngineOptions {
@@ -61,26 +61,26 @@ struct EngineOptions {
   }
 };
 
-/// What users may change from step to step. What has no value stays as it is.
+/// Settings that users may change from step to step. A setting without a value is not changed.
 struct StepSettings {
   std::optional<int> prefetch_depth = {};
   std::optional<bool> is_last_backward = {};     ///< With false, the end of a backward leaves reductions under way.
   std::optional<bool> ends_step = {};            ///< With false, backwards that give gradients do not end a step of the reports.
   std::optional<bool> manual_finalization = {};  ///< With true, the ends of backwards reduce nothing: finalize_backward does, once for all.
   std::optional<bool> overlaps_reductions = {};  ///< With false, each reduction ends before backward continues.
-  /// The kind of memory from which the engine's buffers come, if the process groups have it. Buffers that are in use move when they are
-  /// needed the next time. Collective.
+  /// The kind of memory from which the engine's buffers come, if the process groups have it. Buffers in use move when they are next needed.
+  /// Collective.
   std::optional<comm::BufferMemory> buffer_memory = {};
   std::optional<BufferSources> buffer_sources = {};
 };
 
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
-/// when backward leaves them. Knows neither modules nor languages: a trigger (paging, hooks) tells it that a unit is about to be
+/// when backward leaves them. It knows neither modules nor languages: a trigger (paging, hooks) notifies it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
-/// All public methods that change something lock, as a backward may run on another thread than the forward. Methods that do not lock read
-/// values that never change; follows_current_stream() reads an atomic. The lock is held while a collective is waited for, since nothing
-/// else could proceed then. Every rank must enter units in the same order [Order is collective].
+/// All public methods that change something lock, because a backward may run on another thread than the forward. Methods that do not lock
+/// read values that never change; follows_current_stream() reads an atomic. A thread holds the lock while it waits for a collective,
+/// because nothing else could proceed then. Every rank must enter units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const EngineOptions& options);
@@ -88,19 +88,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  /// Takes a unit in. Enclosing units are added before enclosed ones.
+  /// Adds a unit. Enclosing units are added before enclosed ones.
   Unit& add(std::unique_ptr<Unit> unit);
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  /// Gives the units back, sharded and without unreduced gradients, for another engine to take; this one is of no more use.
+  /// Releases the units, sharded and without unreduced gradients, to another engine. This engine can then no longer be used.
   std::vector<std::unique_ptr<Unit>> release();
 
-  // What triggers tell.
+  // Notifications of triggers.
 
-  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated` says whether this also outdates copies that the
-  /// user keeps by an option. It does not outdate units that unshard() has pinned.
+  /// A forward of the whole model begins [Current when forward begins]. `kept_is_outdated`: whether copies that the user keeps by an option
+  /// become stale as well. Units that unshard() has pinned do not become stale.
   void begin_forward(bool kept_is_outdated);
-  /// A forward of the whole model has ended, for triggers that know: what it gives to the user is of ranks that have done the same
-  /// [Compared before it is used].
+  /// Call it when a forward of the whole model has ended, if the trigger knows. Its results are then those of ranks that have made the same
+  /// calls [Compared before it is used].
   void end_forward();
   /// Call it between forwards. Frees what an earlier forward has kept of the unit, as begin_forward does for all units.
   void refresh(Unit& unit, bool kept_is_outdated);
@@ -109,17 +109,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_unit_forward(Unit& unit);
   /// The unit's modules have ended. Returns false if an outer forward of the same unit has not, so that its modules still run.
   bool end_unit_forward(Unit& unit);
-  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `pass` tells the operators of the
-  /// backward proper from those of a forward that activation checkpointing repeats: only the former count for [Reduce on departure].
+  /// An operator is about to use all of these units at once [Present before use]. Within a backward, `pass` distinguishes operators of the
+  /// backward proper from those of a forward that activation checkpointing repeats. Only the former count for [Reduce on departure].
   void enter(std::span<Unit* const> units, Pass pass);
   /// The unit's use has ended: leaves it now, and not only when another unit is entered.
   void leave_now(Unit& unit);
   /// Takes a gradient of this rank for one parameter, of any strides. Reading it must not touch a unit, because the engine's lock is held
   /// meanwhile.
   void gradient(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
-  /// A backward that holds `alive` for as long as it exists began. If one before it died of an exception, resets first [Nothing survives an
-  /// exception]. Returns false, and changes nothing, if the backward is known already. Of several threads, only one therefore announces a
-  /// backward and its end.
+  /// A backward has begun, which holds `alive` until it has ended. If an exception ended the backward before, resets first [Nothing
+  /// survives an exception]. Returns false, and changes nothing, if the backward is known already. If several threads call this, only one
+  /// of them therefore announces a backward and its end.
   bool begin_backward(std::weak_ptr<void> alive, BackwardOf of);
   /// With manual finalization, reductions that have begun stay under way, and what is collected stays collected: see finalize_backward.
   void end_backward();
@@ -129,12 +129,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void finalize_backward(bool wait);
   /// True between begin_backward and end_backward, unless an exception has ended the backward.
   bool in_backward();
-  /// Operators of the current stream may use what is in use without telling the engine. Takes no lock.
+  /// True if operators of the current stream may use units in use without notifying the engine. Takes no lock.
   bool follows_current_stream() const { return stream_.is_current(); }
-  /// Resets if a backward died of an exception.
+  /// Resets if an exception has ended a backward.
   void recover();
 
-  // What users tell.
+  // Calls of users.
 
   /// Gathers the unit, which then stays [Pins last until use]. Without `wait`, the gather has only begun: a second call waits for it.
   void unshard(Unit& unit, bool wait);
@@ -143,7 +143,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_fixed_addresses(Unit& unit, bool fixed);
   void reset();
   void set(const StepSettings& settings);
-  /// What this rank owns of the model, for those who read and write it between steps.
+  /// This rank's main parameters and main gradients, to read and write between steps.
   MainParameters& main() { return main_parameters_; }
 
   memory::Accounting& accounting() { return accounting_; }
@@ -173,7 +173,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void drop_backward();
   /// Locks the mutex. Every public method that changes something begins with it.
   std::unique_lock<std::mutex> lock();
-  /// The same for methods that make collectives, or precede writes to main parameters. Throws Error if an export was left open, which has
+  /// Locks it for methods that make collectives, or precede writes to main parameters. Throws Error if an export was left open, which has
   /// then ended.
   std::unique_lock<std::mutex> lock_for_use() {
     auto held = lock();

@@ -244,7 +244,8 @@ void Gatherer::outdate_silently(Unit& unit) {
   unit.shards.outdated = unit.options.outer_sharded_optimizer;
 }
 
-// The tensor that stands for an extended parameter is in no graph. Its version tells the extension that the main parameters have changed.
+// The tensor that stands for an extended parameter is in no graph. By its version, the extension notices that the main parameters have
+// changed.
 void Gatherer::renew_extension(Unit& unit) {
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     if (!unit.formats[unit.layout.positions()[i].sub_buffer].extended) continue;

@@ -17,14 +17,14 @@ namespace fsdp::engine {
 /// The life of parameters: a unit's shards are all-gathered into a slot, stay there while the unit is used, and are written back, if an
 /// operator wrote to them, before the slot is freed. Called under the engine's lock, by Engine and MainParameters.
 ///
-/// A gather takes up to two hops: over the outer ranks, where the optimizer is sharded over them as well, and over the inner ranks.
+/// A gather takes up to two hops: over the outer ranks, if the optimizer is sharded over them as well, and over the inner ranks.
 class Gatherer {
  public:
   /// Units of up to `keep_gathered_bytes` together stay gathered after their forward.
   Gatherer(c10::Device device, BufferPools& pools, std::int64_t keep_gathered_bytes)
       : device_(device), pools_(pools), keep_gathered_bytes_(keep_gathered_bytes) {}
 
-  /// Null: nobody observes.
+  /// Null if there is no observer.
   void set_observer(StepObserver* observer) { observer_ = observer; }
 
   /// Starts gathering the unit if it is sharded, and does nothing otherwise.
@@ -34,7 +34,7 @@ class Gatherer {
   /// Called when forward has left the unit. If a memory budget keeps it, or keep_gathered_bytes has room for it, it stays gathered until
   /// unkeep, and this returns true. Otherwise it is freed, except for this rank's part of the copy on the post-forward mesh.
   bool leave_forward(Unit& unit);
-  /// Takes a kept unit's bytes from the sum again.
+  /// Subtracts a kept unit's bytes from the sum again.
   void unkeep(const Unit& unit) { kept_bytes_ -= unit.whole.buffer.bytes; }
   /// Writes back what operators wrote, and frees the unit, also on the post-forward mesh. Waits for a gather under way first.
   void evict(Unit& unit);
@@ -43,17 +43,17 @@ class Gatherer {
 
   /// Copies what operators wrote to the present parameters to the main parameters.
   void write_back(Unit& unit);
-  /// Called after the main parameters were written: outdates copies, and bumps the parameters' versions.
+  /// Called after the main parameters were written. Copies become stale, and the parameters' versions are incremented.
   void outdate_copies(Unit& unit);
   /// Does the same as outdate_copies, but leaves the versions unchanged, so that earlier graphs stay valid. For cases in which it is not
   /// known whether the main parameters were written.
   void outdate_silently(Unit& unit);
-  /// Tells the unit's extension to compute again what it keeps from one update to the next.
+  /// Makes the unit's extension recompute the values that it keeps from one update to the next.
   void renew_extension(Unit& unit);
   /// Starts the hop over the outer dimension that precedes the first gather after an update, if the unit needs such a hop. [Order is
   /// collective] All units start it together after an optimizer step, and one alone after an operator wrote to it.
   void start_shards(Unit& unit);
-  /// Call it before the main parameters are written. It waits for gathers that may still send them: those of units that nothing has used
+  /// Call it before the main parameters are written. It waits for gathers that may still send them: gathers of units that were not used
   /// since (predicted in vain, or started after an update).
   void stop_sending(Unit& unit);
   /// Gathers replicated main parameters of which every rank has written its own shard.

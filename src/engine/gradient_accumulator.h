@@ -21,8 +21,8 @@ namespace fsdp::engine {
 ///   any -> kNone              dropped by reset
 enum class GradientState : std::uint8_t {
   kNone,        ///< There are none.
-  kCollecting,  ///< In a buffer, to be reduced when backward departs or at its end.
-  kAddingUp,    ///< In a buffer, some from backwards without synchronization: they wait for one with it.
+  kCollecting,  ///< In a buffer, to be reduced when backward leaves the unit or at its end.
+  kAddingUp,    ///< In a buffer; some come from backwards without synchronization, and all wait for a backward with it.
   kReducing,    ///< On their way to the other ranks.
 };
 
@@ -55,15 +55,14 @@ struct PartialSums {
   Buffer buffer;
   bool is_held = false;  ///< `buffer` holds a sum that is still to be reduced over the outer dimension.
   Buffer wire;           ///< `buffer` in the wire's dtype, where that differs.
-  Buffer staging;        ///< What the outer ranks send.
+  Buffer staging;        ///< The data that the outer ranks send.
 };
 
-/// [Departures are counted] A backward may depart from a unit several times (a block that is used in several places). Departures count
-/// from 1.
+/// [Departures are counted] A backward may leave a unit several times (a block that is used in several places). Departures count from 1.
 struct Departures {
   int count = 0;          ///< Those of the running backward so far.
-  int last_gradient = 0;  ///< The departure before which this rank's last gradient of this backward came; 0: none came.
-  int reduced_at = 1;     ///< Agreed by the ranks from where the last gradients came before.
+  int last_gradient = 0;  ///< The departure before which this rank's last gradient of this backward arrived; 0: none arrived.
+  int reduced_at = 1;     ///< Agreed by the ranks from the departures of earlier backwards.
 };
 
 /// The gradients of one unit, or of a part of it that is reduced by itself, on their way from autograd to its main gradients: buffers, and
@@ -129,7 +128,7 @@ struct GradientAccumulator {
 
   Buffer staging;
   PartialSums partial;
-  at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without what lies beyond them.
+  at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without the elements beyond them.
   at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.
   /// Where reductions put their results: the main gradients, or, if those are offloaded, views of `reduced_buffer`, from which they are
   /// copied. By sub-buffer, as are the parts of all buffers. Those of other sub-buffers than its own are undefined in buffers.
@@ -138,9 +137,9 @@ struct GradientAccumulator {
 
   Departures departures;
 
-  /// [Usage is agreed] The ranks found at the end of the last backward that it had gradients left to reduce.
+  /// [Usage is agreed] Whether the exchange at the end of the last backward found that it had gradients left to reduce.
   bool left_to_end = false;
-  bool reduced_unasked = false;  ///< For that reason, at the end of this one, before the ranks have asked each other.
+  bool reduced_unasked = false;  ///< Reduced for that reason, at the end of this backward, before the exchange.
 };
 
 }  // namespace fsdp::engine

@@ -2,7 +2,7 @@
 
 namespace fsdp::engine {
 
-/// What a memory budget has chosen for a model. Whoever chose knows more; the engine keeps it.
+/// Opaque owner of the memory budget's decision, so that the engine does not depend on plan/.
 class MemoryChoice {
  public:
   virtual ~MemoryChoice() = default;

@@ -8,12 +8,12 @@
 
 namespace fsdp::engine {
 
-/// What an observer sees. In a rehearsal, backwards give nothing: their gradients are shown to the observer and dropped, and gradients,
-/// reduced or not, that the engine had before are as they were when it has ended. Units are gathered and freed as ever.
+/// Whether backwards give gradients. In a rehearsal they do not: their gradients are passed to the observer and dropped, and when it has
+/// ended, the engine has the gradients, reduced or not, that it had before. Units are gathered and freed as always.
 enum class ObservationOf : std::uint8_t { kTraining, kRehearsal };
 
-/// While it exists, an observer sees what an engine works with. Make and destroy it between steps, on all ranks alike; an exception may
-/// have ended the backward. Only one exists at a time.
+/// Connects an observer with an engine while it exists. Make and destroy it between steps, on all ranks alike; an exception may have ended
+/// the backward. Only one exists at a time.
 class Observation {
  public:
   /// Waits for reductions under way.
@@ -23,7 +23,7 @@ class Observation {
   Observation& operator=(const Observation&) = delete;
 
  private:
-  /// What a rehearsal would change of a unit.
+  /// The state of a unit that a rehearsal would change.
   struct UnitBefore {
     bool requires_gradient_sync;
     LastBackward last_backward;

@@ -11,8 +11,8 @@ namespace fsdp::engine {
 
 /// [One stream at a time] A unit's gather is ordered on the stream that waited for it, and its memory is reused in the order of that
 /// stream. So all work on a model follows one stream of its device. Work on another stream is ordered behind all earlier work, and from
-/// then on the engine follows that stream. Two streams can use a model in turns; they do not overlap. Where one of the two is being
-/// captured as a graph and the other is not, there is nothing to order: work of the graph runs when it is replayed.
+/// then on the engine follows that stream. Two streams can use a model in turns; they do not overlap. If only one of the two is being
+/// captured as a graph, there is nothing to order, because work of the graph runs when it is replayed.
 ///
 /// On the CPU there are no streams, and all of this does nothing.
 class OneStream {
@@ -24,7 +24,7 @@ class OneStream {
 
   /// Orders the current stream behind the followed one, if they differ, and follows it. The engine serializes calls.
   void follow();
-  /// Orders all streams that were followed before behind the followed one: what was allocated for them can be freed.
+  /// Orders all streams that were followed before behind the followed one, so that memory which was allocated for them can be freed.
   void rejoin() noexcept;
 
  private:

@@ -20,9 +20,9 @@ namespace fsdp::engine {
 /// The life of gradients: collected per unit as autograd delivers them, reduced when backward leaves the unit, summed in rank order
 /// into the main gradients. Called by Engine and MainParameters, under the engine's lock.
 ///
-/// A reduction takes up to four hops, as placements and mesh ask: reduce-scatter over the inner ranks, reduce-scatter over the outer ranks,
-/// all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards, each
-/// adds up an equal share of them.
+/// A reduction takes up to four hops, depending on placements and mesh: reduce-scatter over the inner ranks, reduce-scatter over the outer
+/// ranks, all-gather over the outer ranks (HSDP) and over the inner ranks (replicated optimizer). Where the outer ranks do not cut shards,
+/// each adds up an equal share of them.
 class Reducer {
  public:
   struct Options {
@@ -40,20 +40,20 @@ class Reducer {
   /// Removes all units. No reduction of theirs may be under way.
   void forget_units();
 
-  /// Null: nobody observes.
+  /// Null if there is no observer.
   void set_observer(StepObserver* observer) { observer_ = observer; }
-  /// A microbatch begins that rehearsals will repeat: their reductions come at the moments that are predicted now.
+  /// A microbatch begins that rehearsals will repeat. The moments of their reductions are predicted now.
   void begin_observation();
-  /// From now on, gradients are dropped at the moments at which they would be reduced. Those that there are, are set aside. Call it between
-  /// backwards, when no reduction is under way.
+  /// From now on, gradients are dropped when they would be reduced. Existing gradients are set aside. Call it between backwards, when no
+  /// reduction is under way.
   void begin_rehearsal();
-  /// Drops what a rehearsal has left, and takes the gradients back that were set aside.
+  /// Drops the gradients of a rehearsal, and restores those that were set aside.
   void end_rehearsal();
 
   /// A gradient of this rank for one parameter, of any strides: copied (the first in this buffer) or added.
   void collect(Unit& unit, std::size_t parameter, const at::Tensor& gradient);
 
-  /// With `reduces_on_departure` false, what this backward gives is reduced at its end.
+  /// With `reduces_on_departure` false, the gradients of this backward are reduced at its end.
   void begin_backward(bool reduces_on_departure);
 
   /// With false, each reduction ends before backward continues.
@@ -64,13 +64,13 @@ class Reducer {
   /// A repeated forward has entered the unit. If backward left it only to repeat that forward, it is in the unit again.
   void reenter(Unit& unit);
 
-  /// Backward moves to `destination`, and uses `together` with it: starts the reduction of what was entered and is related to none of them
-  /// [Reduce on departure]. The moment, and what is reduced, depend on the order of entries only, which is collective, not on which
-  /// gradients this rank happened to get. `pass`: whether the backward proper enters `destination`, or a forward that is repeated.
+  /// Backward moves to `destination`, and uses `together` with it. Starts the reductions of units that were entered and are related to none
+  /// of them [Reduce on departure]. The moment and the units depend only on the order of entries, which is collective, not on the gradients
+  /// that this rank got. `pass`: whether the backward proper enters `destination`, or a forward that is repeated.
   void depart_to(const Unit& destination, std::span<Unit* const> together, Pass pass);
 
-  /// The end of backward: ranks tell each other which parameters had gradients; what is still to be reduced on any rank is reduced on all.
-  /// Units that do not require synchronization are left as they are. Reductions may still be under way: see drain.
+  /// The end of backward: ranks exchange which parameters had gradients, and all reduce the units that any rank still has to reduce. Units
+  /// that do not require synchronization are left as they are. Reductions may still be under way: see drain.
   void finish();
 
   /// Throws Error if gradients that are to be synchronized were left unreduced [Validate at the end].
@@ -79,23 +79,23 @@ class Reducer {
   /// With Options::report_nan: throws Error on all ranks if a gradient of this backward had NaN on one. Needs drain() before.
   void report_nan() const;
 
-  /// Runs all reductions to their ends.
+  /// Completes all reductions.
   void drain();
 
-  /// Some unit has gradients, in whatever state.
+  /// True if some unit has gradients, in any state.
   bool has_gradients() const;
 
   /// See MainParameters::take_gradients.
   std::vector<at::Tensor> take_main_gradient(Unit& unit);
 
-  /// Frees the main gradients, and what is reduced over the inner ranks only.
+  /// Frees the main gradients, and gradients that are reduced over the inner ranks only.
   void zero_grad();
 
-  /// Drops unreduced gradients after a failure; waits for what is under way, so that no peer writes into reused memory.
+  /// Drops unreduced gradients after a failure. Waits for reductions under way, so that no peer writes into reused memory.
   void drop();
 
   /// Call it after a failure. With `took_all` (the failure of a backward), drops all gradients. Otherwise, gradients that earlier backwards
-  /// have reduced stay, and reductions under way end first; if these can't end any more, all gradients are dropped.
+  /// have reduced stay, and reductions under way end first; if these can no longer end, all gradients are dropped.
   void reset(bool took_all);
 
  private:
@@ -110,7 +110,7 @@ class Reducer {
     std::unique_ptr<comm::Pending> pending = {};  ///< Null once the hop is complete.
   };
 
-  /// What the ranks have agreed on about a unit's next backward: when its gradients are reduced.
+  /// The moment in a unit's next backward at which its gradients are reduced, as the ranks have agreed.
   struct Prediction {
     int reduced_at;
     bool left_to_end;
@@ -155,7 +155,7 @@ class Reducer {
   void take_result(GradientAccumulator& gradients);
   /// Completes the hop, and starts the next one; true if there is none.
   bool advance(Reduction& reduction);
-  /// The same for all reductions except the last `newest` ones. Reductions without a next hop are removed.
+  /// Advances all reductions except the last `newest` ones in this way. Reductions without a next hop are removed.
   void advance_all_but(std::size_t newest);
   void complete_oldest_inner();
   std::size_t inner_under_way() const;

@@ -10,7 +10,7 @@ namespace fsdp::engine {
 
 enum class Pass : std::uint8_t { kForward, kBackward };
 
-/// Remembers which unit came after which, forward and backward apart, to predict the next ones [Read ahead].
+/// Records which unit followed which, separately for forward and backward, to predict the next units [Read ahead].
 ///
 /// The record is a second-order successor table: (unit before, unit) -> unit that followed last time. It needs no notion of where a pass
 /// begins or ends, so validation passes, skipped layers and changed orders correct it as they happen, and a unit that is used in several

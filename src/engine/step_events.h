@@ -13,8 +13,8 @@
 
 namespace fsdp::engine {
 
-/// Writes an engine's events: where steps and backwards begin and end, in which unit the computation is, and what the engine holds then.
-/// Called under the engine's lock.
+/// Records an engine's events: the beginning and end of steps and backwards, the unit of the computation, and the memory that the engine
+/// holds. Called under the engine's lock.
 class StepEvents {
  public:
   StepEvents(std::uint32_t source, memory::Accounting& accounting) : source_(source), accounting_(accounting) {}
@@ -24,9 +24,9 @@ class StepEvents {
   /// The computation moved to the unit.
   void entered(const Unit& unit, Pass pass);
   void backward_began();
-  /// `last` says whether it was the last backward before an update.
+  /// `last`: whether it was the last backward before an update.
   void backward_ended(bool last);
-  /// With false, also the last backward before an update leaves the step open.
+  /// With false, even the last backward before an update does not end the step.
   void set_ends_step(bool ends) { ends_step_ = ends; }
 
   /// The last units that were entered, newest first, in quotes, for error messages. Empty if there are none.
@@ -49,7 +49,7 @@ class StepEvents {
   bool ends_step_ = true;
   std::uint32_t unit_ = 0;                                         ///< Where the computation is, by name.
   std::int64_t peak_ = 0;                                          ///< Bytes, of this step.
-  std::array<std::int64_t, events::kMemoryKinds.size()> held_{};   ///< As told last, by kind.
+  std::array<std::int64_t, events::kMemoryKinds.size()> held_{};   ///< As in the last event, by kind.
   std::array<std::int64_t, events::kMemoryKinds.size()> peaks_{};  ///< Likewise, of this step.
 };
 

@@ -10,8 +10,8 @@
 
 namespace fsdp::engine {
 
-/// Sees what an engine works with, for who checks it: see Observation. Called under the engine's lock, in its stream; it must not call the
-/// engine, and keeps no tensor beyond the call unless its method says so.
+/// Callbacks that inspect parameters and gradients during a step: see Observation. They are called under the engine's lock, in its stream,
+/// must not call the engine, and must not keep a tensor beyond the call unless their comment allows it.
 class StepObserver {
  public:
   virtual ~StepObserver() = default;

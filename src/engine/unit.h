@@ -37,8 +37,8 @@ namespace fsdp::engine {
 ///   any -> kSharded         evicted, or given up; or, for replicated parameters, made stale by a write to the main ones
 enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 
-/// How the computation, or the user, uses a unit in the running pass (a forward, or a backward). Departures depend on it. All transitions
-/// are made by Engine::set_use, which refuses others:
+/// How the computation, or the user, uses a unit in the running pass (a forward, or a backward). Whether the unit is left depends on it.
+/// All transitions are made by Engine::set_use, which refuses others:
 ///   any -> kInUse            entered; in a backward, by the backward proper
 ///   any but kInUse -> kRepeated   entered by a forward that activation checkpointing repeats within a backward
 ///   kInUse, kRepeated -> kLeft, kKept   the computation has left it; also from kUnused, if forward was still in it when backward began
@@ -65,7 +65,7 @@ void set_reduced_alone(std::int64_t bytes);
 bool may_follow(UseState now, UseState next);
 
 /// What the last backward means for gathered copies of the unit's main parameters [Current when forward begins]. Transitions:
-///   any -> kAccumulated      a backward ended, and gradients go on adding up
+///   any -> kAccumulated      a backward ended, and gradients continue to add up
 ///   any -> kGaveGradients    a backward ended, and the optimizer has gradients: main parameters may be written unnoticed
 ///   kAccumulated -> kNone    a root forward begins
 ///   kGaveGradients -> kNone  a write to main parameters was noticed
@@ -78,9 +78,9 @@ struct UnitParameter {
   std::string name;          ///< Fully qualified.
   std::size_t position = 0;  ///< Its index in the model's named_parameters().
   std::vector<std::int64_t> shape;
-  bool tensor_parallel = false;             ///< Whether it is a piece of a tensor-parallel whole, of which other ranks hold other pieces.
-  std::vector<std::int64_t> global_shape;   ///< The shape of that whole; otherwise `shape`.
-  std::vector<std::int64_t> global_offset;  ///< Where the piece begins in the whole.
+  bool tensor_parallel = false;  ///< Whether it is a piece of a tensor-parallel parameter, of which other ranks hold other pieces.
+  std::vector<std::int64_t> global_shape;   ///< The shape of that parameter; otherwise `shape`.
+  std::vector<std::int64_t> global_offset;  ///< Where the piece begins in that parameter.
   at::ScalarType dtype = at::kFloat;        ///< The dtype that it had before it was sharded.
   bool trainable = true;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{at::Tensor().getIntrusivePtr()};
@@ -90,12 +90,12 @@ struct UnitParameter {
 
 /// The dtypes of a sub-buffer's elements through their life, and how they are gathered. (MixedPrecisionPolicy, resolved.)
 struct SubBufferFormat {
-  at::ScalarType compute = at::kFloat;              ///< That of the unsharded parameters.
-  at::ScalarType main = at::kFloat;                 ///< That of the main parameters and the optimizer state.
-  at::ScalarType main_gradient = at::kFloat;        ///< That of the main gradients.
-  at::ScalarType wire_gradient = at::kFloat;        ///< That in which gradients travel.
-  bool rounds_sums = false;                         ///< To the wire's dtype, though they are made in fp32.
-  std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters travel in `compute`.
+  at::ScalarType compute = at::kFloat;              ///< The dtype of the unsharded parameters.
+  at::ScalarType main = at::kFloat;                 ///< The dtype of the main parameters and the optimizer state.
+  at::ScalarType main_gradient = at::kFloat;        ///< The dtype of the main gradients.
+  at::ScalarType wire_gradient = at::kFloat;        ///< The dtype in which gradients are sent.
+  bool rounds_sums = false;                         ///< Whether sums, which are computed in fp32, are rounded to the wire's dtype.
+  std::shared_ptr<const GatherFormat> gather = {};  ///< Null: parameters are sent in `compute`.
   bool extended = false;  ///< WholeParameters::extension has its main and unsharded parameters; they lie in no buffer.
 
   bool operator==(const SubBufferFormat&) const = default;
@@ -164,9 +164,9 @@ struct Unit;
 /// Every communicator of these units once, in the order of the units.
 std::vector<comm::Communicator*> communicators_of(std::span<const std::unique_ptr<Unit>> units);
 
-/// Where a unit lies in its model. Whoever divides the model says it, and the engine that takes the unit in.
+/// Where a unit lies in its model. The code that divides the model sets it, and the engine to which the unit is added.
 struct UnitPlace {
-  std::uint64_t model = 0;            ///< The model's number, which tells models on the same ranks apart: see agree_on_model.
+  std::uint64_t model = 0;            ///< The model's number, which distinguishes models on the same ranks: see agree_on_model.
   const ModelFacts* facts = nullptr;  ///< The facts of the engine's model.
   std::size_t index = 0;              ///< Position in Engine::units().
   Unit* parent = nullptr;             ///< The closest enclosing unit; null for the root.
@@ -197,7 +197,7 @@ struct WholeParameters {
   void free();
 };
 
-/// With an optimizer that is sharded over the outer dimension, too: this inner rank's shards as they travel in inner gathers.
+/// If the optimizer is sharded over the outer dimension as well: this inner rank's shards in the form in which inner gathers send them.
 struct InnerShards {
   Buffer buffer;
   at::Tensor memory;      ///< The memory of `buffer`.
@@ -205,14 +205,15 @@ struct InnerShards {
   std::unique_ptr<comm::Pending> gather;
 };
 
-/// The main parameters of a unit: the pieces that this rank's optimizer updates. MainParameters says who may read and write them when.
+/// The main parameters of a unit: the pieces that this rank's optimizer updates. MainParameters documents which code may read and write
+/// them, and when.
 struct UnitMain {
   std::vector<at::Tensor> parts;  ///< Per sub-buffer, 1-D.
-  Buffer buffer;      ///< The memory of `parts`, without sub-buffers whose main parameters are a region of the whole ones or of the shards.
+  Buffer buffer;  ///< The memory of `parts`, without sub-buffers whose main parameters are a region of the unsharded ones or of the shards.
   at::Tensor memory;  ///< The memory of `buffer`.
 };
 
-/// The main gradients of a unit, trainable sub-buffers only: like its main parameters, on the same device; whole if gradients are
+/// The main gradients of a unit, trainable sub-buffers only: like its main parameters, on the same device; unsharded if gradients are
 /// replicated. They have bytes from the first reduction to zero_grad(). Reducer fills and frees them.
 struct UnitMainGradient {
   std::vector<at::Tensor> parts;  ///< Views of `buffer`: per sub-buffer, 1-D.
@@ -235,9 +236,9 @@ at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces);
 /// The parameters that are gathered, freed and reduced together, and all memory that belongs to them, except gradients that are not reduced
 /// yet (GradientAccumulator). A unit is plain state: Engine moves the parameters, and Reducer the gradients.
 ///
-/// The layout cuts each sub-buffer into equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece
-/// r * outer_size + o; the shards of inner rank r are the outer_size pieces from r * outer_size on. Or it cuts inner_size pieces, one per
-/// inner rank: where cuts fall is then the same with and without replicas (what DTensors ask for), and the outer ranks reduce whole shards.
+/// The layout cuts each sub-buffer into equal pieces, inner_size * outer_size of them. Rank (outer o, inner r) owns piece r * outer_size +
+/// o; the shards of inner rank r are the outer_size pieces from r * outer_size on. Or it cuts inner_size pieces, one per inner rank: the
+/// cuts are then the same with and without replicas, as DTensors require, and the outer ranks reduce complete shards.
 struct Unit {
   /// `formats`: one per sub-buffer of the layout.
   Unit(std::string name, std::vector<UnitParameter> parameters, layout::UnitLayout layout, std::vector<SubBufferFormat> formats,
@@ -249,7 +250,7 @@ struct Unit {
   std::vector<SubBufferFormat> formats;
   UnitOptions options;
   /// [Alone] One rank has everything, and computes with its main parameters as they are: the unsharded parameters are the main ones, and
-  /// the placements no_shard, whatever was asked for.
+  /// the placements no_shard, whatever the options are.
   const bool alone;
   UnitCommunicators communicators;
   std::uint64_t layout_hash = 0;  ///< A hash of describe() and of where the parameters lie.
@@ -275,14 +276,14 @@ struct Unit {
   bool replicated_parameters() const { return options.placements.parameters == Placement::kReplicated; }
   /// True if the main parameters, main gradients and optimizer state lie in host memory.
   bool offloaded() const { return options.offload == Offload::kAll; }
-  /// True if this rank has the whole main gradients on the device (a shard over one rank is whole, too). Host memory holds only the
+  /// True if this rank has the unsharded main gradients on the device (a shard over one rank is unsharded, too). Host memory holds only the
   /// gradients that this rank's optimizer needs.
   bool replicated_gradients() const {
     return !offloaded() && (options.placements.gradients == Placement::kReplicated ||
                             (communicators.gather->size() == 1 && !options.outer_sharded_optimizer));
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
-  /// True if the main parameters of sub-buffer k are a region of the whole ones (or of `shards`), so that the bytes exist only once.
+  /// True if the main parameters of sub-buffer k are a region of the unsharded ones (or of `shards`), so that the bytes exist only once.
   bool main_is_shared(std::size_t k) const {
     return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
@@ -304,16 +305,16 @@ struct Unit {
   Pieces own_pieces() const { return {inner_pieces().first + (outer_cuts() ? communicators.outer_rank() : 0), 1}; }
   /// The pieces that `main` holds, which the optimizer of this rank updates.
   Pieces main_pieces() const;
-  /// The pieces that this rank shows to users as its shard: if main parameters are replicated, the inner rank's part.
+  /// The pieces that users get as this rank's shard: if main parameters are replicated, the inner rank's part.
   Pieces shard_pieces() const { return options.outer_sharded_optimizer ? own_pieces() : inner_pieces(); }
 
-  /// Returns a parameter as a view of the given whole sub-buffers.
+  /// Returns a parameter as a view of the given unsharded sub-buffers.
   at::Tensor whole_parameter(std::span<const at::Tensor> sub_buffers, std::size_t parameter) const;
   /// `pieces` of the main parameters, or gradients, of sub-buffer k, which must be among main_pieces().
   at::Tensor main_region(const at::Tensor& main_or_gradient, Pieces pieces) const {
     return region(main_or_gradient, main_pieces(), pieces);
   }
-  /// Says where a parameter lies in main.parts[sub_buffer] and main_gradient.parts[sub_buffer].
+  /// The place of a parameter in main.parts[sub_buffer] and main_gradient.parts[sub_buffer].
   struct MainSlice {
     std::size_t sub_buffer;
     std::int64_t offset;  ///< In main.parts[sub_buffer], elements.

@@ -18,7 +18,7 @@ inline WireStats stats_of(const comm::CommStats& stats) {
           .scatters = stats.scatters};
 }
 
-/// What has been sent, and what peers have read.
+/// The bytes that were sent, including those that peers have read.
 inline std::int64_t bytes_of(const comm::CommStats& stats) {
   return stats.all_gather_bytes + stats.reduce_scatter_bytes + stats.scatter_bytes + stats.control_bytes;
 }
