@@ -31,7 +31,7 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
 /// Returns "the ranks make different calls: rank 0: ...; rank 1: ...", and how to solve it.
 std::string describe_divergence(const Call& a, int rank_a, const Call& b, int rank_b);
 
-/// This rank and another one have called different collectives, or another rank has told why it gave up. The message is for all ranks.
+/// This rank and another one have called different collectives, or another rank has reported why it failed. The message is for all ranks.
 class RowFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -46,7 +46,7 @@ constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   return hash ^ (hash >> 29);
 }
 
-// Tags of messages. c10d takes 31 bits; the upper ones say what a message is for, so that no two kinds ever match.
+// Tags of messages. c10d takes 31 bits; the upper ones identify the kind of a message, so that messages of different kinds never match.
 namespace tags {
 
 /// The tag of the i-th message of a collective's data. Two collectives have different tags (except with a probability of 2^-30), so ranks
@@ -56,12 +56,12 @@ constexpr int data(const Call& call, std::size_t i) {
   return static_cast<int>(0x40000000u | static_cast<std::uint32_t>(hash >> 34));
 }
 
-/// The tags of headers depend on the collective's number alone, so that ranks which diverge can compare their calls. When a number comes
-/// again, the collective that had it before is long complete.
+/// The tags of headers depend on the collective's number alone, so that ranks which diverge can compare their calls. When a number is
+/// reused, the collective that had it before is long complete.
 constexpr int header(std::uint64_t number) { return static_cast<int>(number & 0x0fffffffu); }
 constexpr int comparison(std::uint64_t number) { return static_cast<int>(0x10000000u | (number & 0x0fffffffu)); }
 
-inline constexpr int kAlarm = 0x20000000;     ///< The tag of the message in which a rank tells why it gives up.
+inline constexpr int kAlarm = 0x20000000;     ///< The tag of the message in which a rank reports why it fails.
 inline constexpr int kSentinel = 0x20000001;  ///< The tag of a message that is never sent: its receive ends only when the connection does.
 
 }  // namespace tags

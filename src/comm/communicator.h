@@ -19,12 +19,12 @@
 // Collectives over buffers. A communicator knows ranks and bytes, but no parameters or units.
 namespace fsdp::comm {
 
-/// Says what a collective is for. Errors name the collective by it, and it must be the same on all ranks.
+/// The purpose of a collective. Errors name the collective by it, and it must be the same on all ranks.
 struct Label {
   const char* operation = "";  ///< "all-gather", "reduce-scatter", ... (a literal)
   std::string_view unit;       ///< Lives as long as the collective is pending.
   std::uint64_t model =
-      0;  ///< The number of the model, which is the same on all ranks and tells models with equal units apart; 0 if there is no model.
+      0;  ///< The number of the model, which is the same on all ranks and distinguishes models with equal units; 0 if there is no model.
   UnitFacts facts = {};
   std::string_view updates = {};  ///< The settings with which optimizers have updated the model. It is read before the call returns.
 };
@@ -61,16 +61,16 @@ struct ReducePart {
   std::optional<at::ScalarType> sum_dtype = {};
 };
 
-/// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root looks at, has what each rank gets: as many
-/// elements as that rank's `into` has. Shards may overlap or be the same (a broadcast); the root's `into` may be its shard.
+/// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root reads, has the data for each rank: as many
+/// elements as that rank's `into`. Shards may overlap or be the same (a broadcast); the root's `into` may be its shard.
 struct ScatterPart {
   std::vector<at::Tensor> shards;
   at::Tensor into;
 };
 
-/// One buffer of an uneven gather: bytes, all 1-D and contiguous. `bytes` says how many each rank has, and is the same on all ranks. A rank
-/// that receives gets those of all ranks in `whole`, in the order of the ranks; on the others it is undefined. `own` may be this rank's
-/// region of `whole`; otherwise it is copied there.
+/// One buffer of an uneven gather: bytes, all 1-D and contiguous. `bytes` has the number of bytes of each rank, and is the same on all
+/// ranks. A rank that receives gets the bytes of all ranks in `whole`, in the order of the ranks; on the others it is undefined. `own` may
+/// be this rank's region of `whole`; otherwise it is copied there.
 struct UnevenPart {
   at::Tensor whole;
   at::Tensor own;
@@ -85,13 +85,13 @@ class Pending {
   virtual ~Pending() = default;
   virtual void wait() = 0;
 
-  /// As wait(), for who calls Communicator::confirm() before anybody uses what is computed from the results: where a stream waits and not
-  /// the host, the host does not learn yet whether the ranks have made the same call.
+  /// The same as wait(), for callers that call Communicator::confirm() before results are used: if a stream waits and not the host, it is
+  /// not yet known whether the ranks have made the same call.
   virtual void wait_unconfirmed() { wait(); }
 };
 
-/// Bytes this rank sent and operations it started, since construction or reset. The headers by which ranks compare what they do (one of a
-/// few hundred bytes per operation) are not counted.
+/// Bytes this rank sent and operations it started, since construction or reset. The headers by which ranks compare their calls (a few
+/// hundred bytes per operation) are not counted.
 struct CommStats {
   std::int64_t all_gather_bytes = 0;
   std::int64_t reduce_scatter_bytes = 0;
@@ -117,7 +117,7 @@ class Communicator {
   /// True for a row of one rank. Its collectives exchange nothing, and only copy between the caller's buffers.
   virtual bool is_alone() const { return size() == 1; }
 
-  /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, whatever unreduced's dtype.
+  /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, for any dtype of `unreduced`.
   virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
 
   /// The same for one dtype of `unreduced`. It is never more, and much less for dtypes that NCCL sums by itself.
@@ -129,7 +129,7 @@ class Communicator {
   virtual std::unique_ptr<Pending> all_gather(std::span<const GatherPart> parts, const Label& label) = 0;
   virtual std::unique_ptr<Pending> reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) = 0;
 
-  /// An all-gather of shards that differ in size, to some ranks: each rank sends what it has to every rank of which `receives` is true, and
+  /// An all-gather of shards that differ in size, to some ranks: each rank sends its data to every rank whose `receives` is true, and
   /// nothing else. Counted as an all-gather.
   virtual std::unique_ptr<Pending> gather_uneven(std::span<const UnevenPart> parts, const std::vector<bool>& receives,
                                                  const Label& label) = 0;
@@ -141,7 +141,7 @@ class Communicator {
   /// dtype on all ranks), in rank order. Blocks.
   virtual at::Tensor exchange(const at::Tensor& value, const Label& label) = 0;
 
-  /// Rank `root`'s text on all ranks; what the others give does not matter. Blocks.
+  /// Returns the text of rank `root` on all ranks; the texts of the others are ignored. Blocks.
   virtual std::string broadcast(const std::string& text, int root, const Label& label) = 0;
 
   /// Every rank's text, one after the other in rank order, on rank 0; nothing on the others. Blocks.
@@ -155,16 +155,17 @@ class Communicator {
   /// The source of the events of this row's collectives (events/event.h); 0 if they have none.
   virtual std::uint32_t events_source() const { return 0; }
 
-  /// Where collectives move data on a device, and the program measures for how long they hold its stream: writes the events of those that
-  /// the device has passed by now (kHeldStream). Does not wait.
+  /// If collectives move data on a device, and the program measures how long they block its stream: records the events of the collectives
+  /// that the device has completed (kHeldStream). Does not wait.
   virtual void note_stream_times() {}
 
   /// Throws CommError if this rank and the one before it in the row have not made the same calls, or if a failure of another rank is known.
   /// Blocks where wait_unconfirmed() has not.
   virtual void confirm() {}
 
-  /// Who gives such memory, not initialised; empty where the backend has none, and for kProcess. What a collective needs beside the
-  /// caller's buffers comes from there from now on, too. Collective: a backend may connect to its peers first.
+  /// Returns an allocator for this kind of memory, which is not initialised, or an empty function if the backend has none, and for
+  /// kProcess. Memory that collectives need beside the caller's buffers also comes from there from now on. Collective: a backend may
+  /// connect to its peers first.
   virtual MemorySource use_memory(c10::Device device, BufferMemory memory) { return {}; }
 
   const CommStats& stats() const { return stats_; }

@@ -9,7 +9,7 @@
 #include "base/host_device.h"
 #include "comm/sum_arithmetic.h"
 
-// This file says what a kernel that sums in rank order is given, and what each of its threads does.
+// The arguments of a kernel that sums in rank order, and the work of each of its threads.
 namespace fsdp::comm {
 
 /// One sum: piece k of `count`, each of `numel` elements, lies `stride` elements behind piece k - 1. If one of them has the number `apart`,
@@ -77,7 +77,7 @@ FSDP_HOST_DEVICE inline void sum_elements(const DeviceSum& sum, const DevicePart
   *place = result;
 }
 
-/// Does what thread number `thread` of `threads` has to do for one part.
+/// Does the work of thread number `thread` of `threads` for one part.
 template <typename Source, typename Out>
 FSDP_HOST_DEVICE inline void sum_part(const DeviceSum& sum, int number, std::int64_t thread, std::int64_t threads) {
   const DevicePart& part = sum.parts[number];

@@ -13,7 +13,7 @@ namespace fsdp::comm {
 
 class NullCommunicator;
 
-/// Is told of the gathers and reductions that a NullCommunicator is asked for, and of the first wait for each of them.
+/// Callbacks for the gathers and reductions that are called on a NullCommunicator, and for the first wait for each of them.
 class CollectiveListener {
  public:
   virtual ~CollectiveListener() = default;
@@ -23,12 +23,12 @@ class CollectiveListener {
 };
 
 /// A row of any size in which nothing moves: collectives return at once, leave all buffers as they are, and count the bytes that a real
-/// communicator would send, by default in messages between all pairs. It serves to plan, and to measure host time and memory for worlds
+/// communicator would send, by default in messages between all pairs. It is used for plans, and to measure host time and memory for worlds
 /// that are larger than the available machines.
 class NullCommunicator : public Communicator {
  public:
   NullCommunicator(int rank, int size) : NullCommunicator(rank, size, Traffic::by_messages(size)) {}
-  /// `stride`: how far apart the global ranks of neighbours in the row are.
+  /// `stride`: the difference of the global ranks of neighbours in the row.
   NullCommunicator(int rank, int size, Traffic traffic, std::int64_t stride = 1)
       : rank_(rank), size_(size), traffic_(traffic), stride_(stride) {}
 
@@ -53,7 +53,7 @@ class NullCommunicator : public Communicator {
   void barrier() override {}
 
   std::int64_t stride() const { return stride_; }
-  /// Tells `listener` of all collectives from now on, for as long as it lives; nobody if it is null.
+  /// Notifies `listener` of all collectives from now on, as long as it exists. Null: no listener.
   void tell(CollectiveListener* listener) { listener_ = listener; }
 
  private:

@@ -5,7 +5,7 @@
 
 #include "comm/communicator.h"
 
-// What all communicators do with the parts of a collective.
+// Functions on the parts of a collective, for all communicators.
 namespace fsdp::comm {
 
 /// Throw Error if the tensors of a part do not fit together (communicator.h states what is required). Return the size of all shards in
@@ -37,8 +37,8 @@ void copy_own_bytes(const UnevenPart& part, int rank);
 /// The bytes of `rank` in `whole`.
 at::Tensor region_of_rank(const UnevenPart& part, int rank);
 
-/// Elements [offset, offset + numel) of a 1-D contiguous tensor. Not narrow(): this costs no dispatch, and drops dispatch keys, such as the
-/// one that pages parameters in.
+/// Elements [offset, offset + numel) of a 1-D contiguous tensor. Unlike narrow(), it costs no dispatch, and drops dispatch keys, such as
+/// the key of paging.
 at::Tensor flat_view(const at::Tensor& tensor, std::int64_t offset, std::int64_t numel);
 
 /// Fills this rank's own region of the gathered buffer from its shard, unless the shard is that region.

@@ -14,7 +14,7 @@
 #include "comm/sum_launches.h"
 #include "fsdp/error.h"
 
-// Says of the loop that follows that no iteration reads what another one writes.
+// Declares that no iteration of the following loop reads data that another one writes.
 #if defined(__clang__)
 #define FSDP_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)

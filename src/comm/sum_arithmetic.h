@@ -10,11 +10,11 @@
 // both are compiled so that they don't (-ffp-contract=off, --fmad=false).
 namespace fsdp::comm {
 
-/// In what a sum is made.
+/// The type in which a sum is computed.
 template <typename Source>
 using Accumulator = std::conditional_t<std::is_same_v<Source, double>, double, float>;
 
-/// To what a sum is rounded before it is stored or added.
+/// The type to which a sum is rounded before it is stored or added.
 enum class Rounding : std::uint8_t { kNone, kBFloat16, kHalf };
 
 template <typename Acc>
@@ -30,7 +30,7 @@ FSDP_ELEMENT Acc round_to(Rounding rounding, Acc value) {
   return value;
 }
 
-/// What becomes of `old`, the output's element, when the ranks' elements have been added up.
+/// Returns the new value of `old`, the output's element, for the sum of the ranks' elements.
 template <typename Out, typename Acc>
 FSDP_ELEMENT Out finish(Acc sum, Acc scale, Out old, bool accumulate, Rounding rounding) {
   const Acc scaled = round_to(rounding, sum * scale);
@@ -39,7 +39,7 @@ FSDP_ELEMENT Out finish(Acc sum, Acc scale, Out old, bool accumulate, Rounding r
   return accumulate ? rounded_to<Out>(static_cast<Wide>(old) + static_cast<Wide>(scaled)) : rounded_to<Out>(scaled);
 }
 
-/// Neighbouring elements, with which the same is done.
+/// Neighbouring elements that are processed together.
 template <typename T, int kCount>
 struct Lanes {
   T values[kCount];
@@ -52,7 +52,7 @@ FSDP_HOST_DEVICE inline Lanes<T, kCount> operator+(Lanes<T, kCount> a, const Lan
   return a;
 }
 
-/// Terms that are read before they are added up, and so many of these at most.
+/// Terms that are read before they are added up, and their largest number.
 inline constexpr int kTogether = 8;
 inline constexpr int kMostTerms = 1 << 12;
 

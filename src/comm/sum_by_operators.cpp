@@ -72,7 +72,7 @@ struct Ends {
            other.sums.front().scalar_type() == sums.front().scalar_type() && other.outs.front().scalar_type() == outs.front().scalar_type();
   }
 
-  /// Rounds as the fused pass does: after scaling, when it says so, and after adding.
+  /// Rounds as the fused pass does: after scaling, if it asks for that, and after adding.
   void make() {
     if (end.scale != 1.0 && is_borrowed) {
       sums = at::_foreach_mul(sums, end.scale);

@@ -7,12 +7,12 @@
 
 namespace fsdp::comm {
 
-/// Collects sums on a device for which somebody launches kernels of ours. One kernel makes all that are alike.
+/// Collects sums on a device for which a launcher of this library's kernels is registered. One kernel computes all sums that are alike.
 class DeviceSums {
  public:
-  /// Returns false if operators have to make this sum.
+  /// Returns false if operators have to compute this sum.
   bool add(const RankOrderSum& sum);
-  /// Launches all of them, on the current stream of each device.
+  /// Launches all sums, on the current stream of each device.
   void launch() const;
 
  private:

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <optional>
 
-// How many bytes the collectives of a row send, and how many they need beside the callers' buffers. Arithmetic alone: communicators do as
-// it says, and a plan asks it for rows that do not exist.
+// The bytes that the collectives of a row send, and the bytes that they need beside the callers' buffers. This is pure arithmetic, which
+// communicators follow, and which plans use for rows that do not exist.
 namespace fsdp::comm {
 
 /// The bytes that a rank sends in a gather or a reduction.

@@ -56,7 +56,7 @@ CoalescedWorks::~CoalescedWorks() {
   if (!together_ || ended_) return;
   try {
     backend_.endCoalescing();
-  } catch (...) {  // The first exception says more.
+  } catch (...) {  // The first exception has more information.
   }
 }
 

@@ -5,12 +5,12 @@
 
 namespace fsdp::comm {
 
-/// The c10d works of one collective of ours. Operations posted between the constructor and end() are launched together where the backend
-/// can (NCCL: one kernel for all of them). If end() is not called because of an exception, the destructor ends the group of operations, so
-/// that the backend does not add the operations of the next collective to it.
+/// The c10d works of one collective of this library. Operations posted between the constructor and end() are launched together where the
+/// backend can (NCCL: one kernel for all of them). If end() is not called because of an exception, the destructor ends the group of
+/// operations, so that the backend does not add the operations of the next collective to it.
 class CoalescedWorks {
  public:
-  /// `several` says whether more than one operation will be posted.
+  /// `several`: whether more than one operation will be posted.
   CoalescedWorks(c10d::Backend& backend, bool several);
   ~CoalescedWorks();
   CoalescedWorks(const CoalescedWorks&) = delete;
@@ -27,7 +27,7 @@ class CoalescedWorks {
 };
 
 /// Gathers each of `shards` into the tensor of `wholes` at its place. A backend that coalesces gets all tensors of a dtype in one call: for
-/// NCCL, a call of its own for each parameter of a unit costs the host more than all else that a gather does there.
+/// NCCL, a call of its own for each parameter of a unit costs the host more than the rest of a gather.
 std::vector<c10::intrusive_ptr<c10d::Work>> all_gather_together(c10d::Backend& backend, std::vector<at::Tensor> wholes,
                                                                 std::vector<at::Tensor> shards);
 

@@ -46,7 +46,7 @@ c10::intrusive_ptr<c10d::Work> send_bytes(c10d::Backend& backend, const Row& row
   }
 }
 
-// Says whether a work whose wait was aborted has completed nevertheless, because the message was about to complete.
+// True if a work whose wait was aborted has completed nevertheless, because the message was about to complete.
 bool is_complete(c10d::Work& work) {
   try {
     return work.wait(milliseconds(1));
@@ -92,7 +92,7 @@ Group::~Group() {
   if (ends_ == Ends::kElsewhere || data == nullptr || failed() || getpid() != process_) return;
   try {
     data->shutdown();
-  } catch (...) {  // Nobody needs it any more.
+  } catch (...) {  // It is no longer needed.
   }
 }
 
@@ -191,7 +191,8 @@ void Group::compare_beside(Header& header) noexcept {
   }
 }
 
-/// On the thread. Who has a header that is due learns from it; the others may wait for their device, which waits for a rank that has gone.
+/// Called on the thread. Ranks with a header that is due notice a difference by it; other ranks may wait for their device, which waits for
+/// a rank that has ended.
 void Group::look_for_alarm() noexcept {
   if (failed() || !has_alarm()) return;
   try {
@@ -354,7 +355,7 @@ CommError Group::failure(const Label& label) {
   return error;
 }
 
-// The alarm that follows tells the others, too.
+// The alarm that follows also informs the other ranks.
 std::vector<std::int64_t> Group::ended_peers() {
   std::vector<std::int64_t> gone;
   {

@@ -34,7 +34,7 @@ struct Row {
   int rank = 0;                            ///< This rank's position in the row.
   std::vector<std::int64_t> global_ranks;  ///< One per position.
   std::int64_t world_size = 1;
-  std::shared_ptr<StoreProgress> progress = {};  ///< How ranks of different hosts tell each other what they do; may be null.
+  std::shared_ptr<StoreProgress> progress = {};  ///< Exchanges the activities of ranks of different hosts; may be null.
 
   int size() const { return static_cast<int>(global_ranks.size()); }
   /// The global rank at a position. Messages name global ranks only, because those of a row differ from row to row.
@@ -46,39 +46,38 @@ std::string describe(const Label& label);
 
 /// The state that a communicator shares with its pending collectives, which may exist longer than the communicator.
 ///
-/// [Note: Ranks that diverge]
-/// Each collective begins with a header, sent to the next rank of the row, whose tag is the collective's number alone. A rank compares the
-/// headers that it gets with its own calls, in their order, before it waits for data. Where ranks diverge, at least one of them has a
-/// neighbour that does something else. This rank, like any rank for which a collective fails, first tells all others why (an alarm, for
-/// which they have had a receive posted from the start), and then closes its connections. Who waits for it fails at once, who waits for
-/// others when the StallWatch finds the alarm; each of them passes it on. As the connections are closed, nothing is received any more: all
-/// buffers are free. Where all ranks share memory, they find the calls of all in each other's mailboxes, and send no headers.
+/// [Note: Ranks that diverge] Each collective begins with a header, sent to the next rank of the row, whose tag is only the collective's
+/// number. A rank compares the headers that it gets with its own calls, in their order, before it waits for data. If ranks diverge, at
+/// least one of them has a neighbour with a different call. This rank, like any rank for which a collective fails, first reports the reason
+/// to all others (an alarm, for which they have posted a receive from the start), and then closes its connections. Ranks that wait for it
+/// fail at once; ranks that wait for others fail when the StallWatch finds the alarm. Each of them forwards the alarm. Because the
+/// connections are closed, nothing more is received, and all buffers are free. If all ranks share memory, they read all calls in each
+/// other's mailboxes, and send no headers.
 ///
-/// [Note: Headers beside a device]
-/// Where a stream waits for data, and not the host, a host that waited for a header would let its device run dry. There, a thread compares
-/// the headers as they come, and the host learns the outcome from what it does next: any call after a difference fails, and compare_headers
-/// waits for the thread. Until then the device may compute with what ranks that differ have sent each other, or wait for sizes that never
-/// come. It writes nowhere but into this rank's own buffers. On a difference, the thread does all that the note above says: aborting the
-/// data group ends what the device waits for, and with that the wait of a host for its device. While no header is due, the thread looks for
-/// alarms.
+/// [Note: Headers beside a device] If a stream waits for data, and not the host, a host that waited for a header would leave its device
+/// idle. In this case a thread compares the headers as they arrive. The host gets the outcome later: any call after a difference fails, and
+/// compare_headers waits for the thread. Until then the device may compute with data of ranks that have diverged, or wait for sizes that
+/// never arrive. It writes only into this rank's own buffers. On a difference, the thread does everything that the note above describes:
+/// aborting the data group ends the waits of the device, and with them the wait of a host for its device. While no header is due, the
+/// thread checks for alarms.
 class Group {
  public:
-  /// Says what shuts `data` down when it is no longer needed. Without a shutdown, NCCL's destructor aborts the group, which stops kernels
-  /// in flight.
+  /// What shuts `data` down when it is no longer needed. Without a shutdown, NCCL's destructor aborts the group, which stops kernels in
+  /// flight.
   enum class Ends {
-    kWithGroup,  ///< This class: on destruction, if no collective has failed.
-    kElsewhere,  ///< Its owner, torch.distributed for example.
+    kWithGroup,  ///< By this class: on destruction, if no collective has failed.
+    kElsewhere,  ///< By its owner, for example torch.distributed.
   };
 
   /// When headers are compared.
   enum class Compares {
-    kFirst,  ///< Before data are waited for.
-    kLate,   ///< Beside them: see the note. `data` makes streams wait, and not the host.
+    kFirst,  ///< Before the wait for data.
+    kLate,   ///< Beside the wait: see the note. `data` makes streams wait, and not the host.
   };
 
-  /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. In a row of one,
-  /// `control` is null, and so is `data` where nothing is moved. `shared` has this rank's neighbours, all of the row or a part; null where
-  /// there are none.
+  /// `control` (a Gloo group) carries headers, alarms and small CPU messages, `data` the tensors; they may be the same. In a row of one
+  /// rank, `control` is null, and so is `data` if nothing is moved. `shared` has this rank's neighbours, all ranks of the row or some of
+  /// them; null if there are none.
   Group(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
         std::shared_ptr<SharedRow> shared = nullptr, Ends ends = Ends::kElsewhere, Compares compares = Compares::kFirst);
   ~Group();
@@ -96,20 +95,20 @@ class Group {
 
   /// Compares the headers of all collectives up to this one with the neighbour's. Throws std::runtime_error, for failure().
   void compare_headers(const Call& call);
-  /// The same of all collectives so far.
+  /// Compares the headers of all collectives so far.
   void compare_headers();
-  /// The same where they are compared first. Else returns at once, unless this rank is far ahead of its neighbour.
+  /// Compares them, if headers are compared first. Otherwise returns at once, unless this rank is far ahead of its neighbour.
   void compare_in_time(const Call& call);
 
   /// Waits for a message of `control`. Throws std::runtime_error, for failure().
   void wait(c10d::Work& work, int peer, const char* direction);
 
-  /// Advances what this process has under way until `ready()`, which the collective `number` needs (see advance_all_until); `shared` is not
-  /// null. Throws std::runtime_error, for failure(), when a peer has gone that is not done with that collective, an alarm was raised, or
-  /// the time-out is over.
+  /// Advances the collectives that this process has under way until `ready()` returns true, which the collective `number` needs (see
+  /// advance_all_until); `shared` is not null. Throws std::runtime_error, for failure(), if a peer has ended that has not completed that
+  /// collective, an alarm was raised, or the time-out has expired.
   void advance_until(std::uint64_t number, const std::function<bool()>& ready);
 
-  /// True when a message from or to a peer can't be completed any more: the connection is closed, or some rank has raised an alarm. Any
+  /// True if a message from or to a peer can no longer be completed: the connection is closed, or some rank has raised an alarm. Any
   /// thread.
   bool is_hopeless(int peer);
 
@@ -170,9 +169,9 @@ class Group {
   std::uint64_t calls_ = 0;
   std::deque<Header> headers_;      // Not compared yet.
   std::vector<Message> alarms_;     // One receive per peer; this rank's own is empty.
-  std::vector<Message> sentinels_;  // The same. They end when the connection does, and never otherwise.
-  std::mutex mutex_;                // Of the two, which the StallWatch looks at.
-  std::mutex failure_mutex_;        // Who fails first.
+  std::vector<Message> sentinels_;  // One receive per peer. They end only when the connection ends.
+  std::mutex mutex_;                // For alarms_ and sentinels_, which the StallWatch reads.
+  std::mutex failure_mutex_;        // Orders failures.
   std::string first_failure_;       // Written before failed_ is.
   std::atomic<bool> failed_ = false;
   std::unique_ptr<MessageThread> beside_;  // Of Compares::kLate. The last: it uses the others.

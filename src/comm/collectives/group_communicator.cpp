@@ -140,7 +140,7 @@ Call GroupCommunicator::begin(const Label& label, std::int64_t bytes, std::uint6
 }
 
 void GroupCommunicator::note_stream_times() {
-  group_->stream_times.note();  // A device may say at first that it has not come so far, although it has.
+  group_->stream_times.note();  // A device may at first report that it has not reached the event, although it has.
   while (group_->stream_times.note()) {
   }
 }

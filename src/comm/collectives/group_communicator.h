@@ -20,8 +20,8 @@
 namespace fsdp::comm {
 
 /// Pending's contract (idempotent, waits when destroyed) around the steps of a collective, whose header has been sent. A subclass is final
-/// and calls settle() in its destructor. What its steps throw ends the row, as peers may wait; in a row of one, it ends this collective
-/// alone, and start() or wait() passes it on as it is.
+/// and calls settle() in its destructor. An exception in its steps makes all later collectives of the row fail, because peers may wait. In
+/// a row of one rank, it ends only this collective, and start() or wait() rethrows it unchanged.
 class GroupPending : public Pending {
  public:
   GroupPending(std::shared_ptr<Group> group, const Call& call, const Label& label)
@@ -31,11 +31,11 @@ class GroupPending : public Pending {
   void wait_unconfirmed() final;
 
  protected:
-  virtual void post() = 0;           ///< Sends the collective on its way.
-  virtual void finish() = 0;         ///< Waits for it and does the local rest. Called once.
-  virtual void forget() noexcept {}  ///< After a failure: let go of messages in flight, so that the buffers are free.
+  virtual void post() = 0;           ///< Starts the collective.
+  virtual void finish() = 0;         ///< Waits for it and does the rest of the local work. Called once.
+  virtual void forget() noexcept {}  ///< After a failure: releases messages in flight, so that the buffers are free.
   void settle() noexcept;
-  /// Tells that what the others send is there. finish() calls it, if it knows the moment.
+  /// Records that the data of the others have arrived. finish() calls it, if it knows the moment.
   void arrived() const noexcept { events_.record(events::EventKind::kArrived); }
   /// Calls `wait`, which makes the current stream of the device wait; see StreamTimes.
   void wait_on_stream(c10::Device device, const std::function<void()>& wait) {
@@ -65,7 +65,7 @@ class GroupCommunicator : public Communicator {
   GroupCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> control, c10::intrusive_ptr<c10d::Backend> data,
                     std::shared_ptr<SharedRow> shared = nullptr, Group::Ends ends = Group::Ends::kElsewhere,
                     Group::Compares compares = Group::Compares::kFirst);
-  ~GroupCommunicator() override;  ///< In debug mode, tells the peers that this rank makes no more calls, and prints if they go on.
+  ~GroupCommunicator() override;  ///< In debug mode, notifies the peers that this rank makes no more calls, and prints if they continue.
 
   int rank() const final { return group_->row.rank; }
   int size() const final { return group_->row.size(); }
@@ -98,8 +98,8 @@ class GroupCommunicator : public Communicator {
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
-  /// Every collective starts here. `sizes` is a hash of what must agree beside label and bytes. Throws CommError if an earlier one failed,
-  /// or (debug mode) if the ranks are about to do different things.
+  /// Every collective starts here. `sizes` is a hash of everything else that must agree, in addition to label and bytes. Throws CommError
+  /// if an earlier one failed, or (in debug mode) if the ranks are about to make different calls.
   Call begin(const Label& label, std::int64_t bytes, std::uint64_t sizes);
   at::Tensor exchange_now(const at::Tensor& value, int tag, const Call& call, const Label& label);
   void send(Transfers& transfers, const at::Tensor& bytes, int peer, int tag);

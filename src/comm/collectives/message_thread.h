@@ -11,25 +11,24 @@
 
 namespace fsdp::comm {
 
-/// A thread that waits for messages where others must not, since Gloo does not tell whether a message has come: for collectives that
-/// advance in shared memory, for gathers beside a program that does something else, and for headers where a device goes on meanwhile. Each
-/// row has one of its own: its collectives begin in the same order on all ranks, so that those in front never wait for those behind.
-/// Thread-safe.
+/// A background thread for blocking receives, because Gloo can't report whether a message has arrived. It is used for collectives that
+/// advance in shared memory, for gathers that overlap with the program, and for headers while a device computes. Each row has a thread of
+/// its own. Collectives of a row begin in the same order on all ranks, so earlier ones never wait for later ones. Thread-safe.
 class MessageThread {
  public:
-  /// `look`, if there is one, is called some times a second while the thread has nothing to wait for. It must not throw.
+  /// `look`, if it is not empty, is called a few times a second while the thread has nothing to wait for. It must not throw.
   explicit MessageThread(std::function<void()> look = {});
-  ~MessageThread();  ///< `look` is not called any more. The thread ends on its own when it has nothing to wait for.
+  ~MessageThread();  ///< `look` is no longer called. The thread ends by itself when it has nothing to wait for.
   MessageThread(const MessageThread&) = delete;
   MessageThread& operator=(const MessageThread&) = delete;
 
-  /// Has the thread call `wait`, after those that were added before. It must not throw. `key` identifies it for remove().
+  /// Makes the thread call `wait`, after the functions that were added before. It must not throw. `key` identifies it for remove().
   void add(const void* key, std::function<void()> wait);
   /// When this returns, the function of that key is not running and will not be called. Idempotent.
   void remove(const void* key);
   /// Returns when the function of that key has been called, or has been removed.
   void wait_for(const void* key);
-  /// Returns when all that were added have been called, but for so many of the newest.
+  /// Returns when all added functions except the newest ones, of this number, have been called.
   void wait_for_all_but(std::size_t newest);
 
  private:

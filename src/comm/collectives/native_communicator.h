@@ -10,12 +10,12 @@ namespace fsdp::comm {
 
 /// Collectives by the backend's own all-gather, reduce-scatter and all-to-all, without waiting on the host where the device has streams:
 /// for NCCL (any c10d backend does). The first gather into a block of symmetric memory finds the peers' blocks, for which the host waits.
-/// fp32 and fp64 are summed by the backend; bfloat16 and half, which it would also add up in bfloat16 and half, travel by all-to-all and
-/// are summed here, in fp32 and rank order. Where hosts have more than two ranks each, they do so in two levels (TwoLevelSum).
+/// The backend sums fp32 and fp64. It would sum bfloat16 and half in these dtypes, so they are sent by all-to-all and summed here, in fp32
+/// and in rank order. If hosts have more than two ranks each, this takes two levels (TwoLevelSum).
 class NativeCommunicator final : public GroupCommunicator {
  public:
-  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. In a row of one `control` is null, and so is `backend` where
-  /// nothing is moved. `ranks_per_host`: as the function of that name counts them. `ends`: whether the backend is shut down with this.
+  /// `backend` moves tensors, `control` (Gloo) the small CPU messages. In a row of one rank, `control` is null, and so is `backend` if
+  /// nothing is moved. `ranks_per_host`: see the function of that name. `ends`: whether the backend is shut down with this object.
   NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control, int ranks_per_host = 1,
                      Group::Ends ends = Group::Ends::kElsewhere);
 

@@ -201,8 +201,9 @@ class PairwiseReduce final : public PairwisePending {
   const double scale_;
 };
 
-/// Small parts are sent in one message, as those of gathers are. Parts and messages without bytes are not sent. Who gathers ahead of a
-/// consumer comes back only when that has finished with what came before. So a thread sends, waits, and brings all bytes to their places.
+/// Small parts are sent in one message, as those of gathers are. Parts and messages without bytes are not sent. A rank that gathers ahead
+/// of a consumer returns only when the consumer has finished with the previous bucket. Therefore a thread sends, waits, and copies all
+/// bytes to their places.
 class PairwiseUneven final : public GroupPending {
  public:
   PairwiseUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,

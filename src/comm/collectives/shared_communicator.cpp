@@ -94,7 +94,7 @@ class SharedPending : public GroupPending, public AdvancingCollective {
   /// Call it after reading from a neighbour. Returns true if the data that were read are those that the neighbour had published.
   bool is_sound(int neighbour) {
     if (!shared_.is_revoked(neighbour)) return true;
-    state_ = State::kLost;  // Its alarm will say why.
+    state_ = State::kLost;  // Its alarm will contain the reason.
     return false;
   }
 
@@ -167,7 +167,7 @@ class SharedPending : public GroupPending, public AdvancingCollective {
 
   const std::shared_ptr<MessageThread> message_thread_;  // null on one host
   State state_ = State::kReading;                        // state_, failure_ and what read_all() writes are protected by that lock.
-  std::exception_ptr failure_;                           // Empty if a peer's alarm will say why.
+  std::exception_ptr failure_;                           // Empty if a peer's alarm will contain the reason.
   HostMemory::Block block_;                              // the offsets, and the copies behind them
 };
 
@@ -251,9 +251,9 @@ class SharedGather final : public SharedPending {
   bool offered_ = false;
 };
 
-/// On one host: each rank that receives copies the peers' bytes from where they lie, as soon as they are there. Who gathers ahead of a
-/// consumer waits only when the consumer has finished with what came before. So the thread that advances collectives also brings this
-/// rank's own bytes to their place, where peers read them.
+/// On one host: each rank that receives copies the peers' bytes from where they lie, as soon as they have arrived. A rank that gathers
+/// ahead of a consumer waits only when the consumer has finished with the previous bucket. Therefore the thread that advances collectives
+/// also copies this rank's own bytes to their place, where peers read them.
 class SharedUneven final : public SharedPending {
  public:
   SharedUneven(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const UnevenPart> parts,
@@ -293,7 +293,7 @@ class SharedUneven final : public SharedPending {
     }
     offer(ranges);
     offered_ = true;
-    shared_.host_memory().ask_peers_to_advance();  // who may be computing, and has found nothing before
+    shared_.host_memory().ask_peers_to_advance();  // which may be computing, and have found nothing before
   }
 
   bool read(int neighbour) {

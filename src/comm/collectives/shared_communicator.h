@@ -9,17 +9,17 @@
 
 namespace fsdp::comm {
 
-/// Collectives of ranks that share memory, with all of their row or with those of their host.
+/// Collectives of ranks that share memory, with all ranks of the row or with those of their host.
 ///
 /// On one host, a gather copies each peer's shard from where it lies, and a reduction adds up the peers' unreduced buffers where they lie,
-/// in rank order, so that it needs no staging. What does not lie in the rank's shared heap is copied there first. Scatters and small
-/// exchanges are messages, as a PairwiseCommunicator's. See the note in shared_row.h.
+/// in rank order, so that it needs no staging. Data outside of the rank's shared heap are copied there first. Scatters and small exchanges
+/// are messages, as a PairwiseCommunicator's. See the note in shared_row.h.
 ///
-/// [Note: Two levels] Where a row has several hosts, each with as many ranks, messages travel between ranks of equal place only, and every
-/// byte crosses once per host. (The place of a rank is its number on its host.) A gather first receives the shards of the ranks of equal
-/// place, and then copies those that the neighbours have received. A reduction first sums the neighbours' gradients for each rank of equal
-/// place, sends these sums (fp32, fp64 for double), and adds up the sums that it receives, in the order of the hosts. If the number of
-/// ranks on a host is a power of two, the result has the bits of one sum over all ranks (see rank_order_sum.h).
+/// [Note: Two levels] If a row has several hosts with equal numbers of ranks, messages are sent only between ranks of equal place, and
+/// every byte crosses once per host. (The place of a rank is its number on its host.) A gather first receives the shards of the ranks of
+/// equal place, and then copies those that the neighbours have received. A reduction first sums the neighbours' gradients for each rank of
+/// equal place, sends these sums (fp32, fp64 for double), and adds up the sums that it receives, in the order of the hosts. If the number
+/// of ranks on a host is a power of two, the result has the bits of one sum over all ranks (see rank_order_sum.h).
 class SharedCommunicator final : public PairwiseCommunicator {
  public:
   SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared);

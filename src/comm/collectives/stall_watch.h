@@ -10,7 +10,7 @@ class Group;
 /// A guard around the wait for one message of a group. It ends the wait if the message can't arrive any more. When a connection closes,
 /// Gloo ends the waits for its messages, except the wait for a message that was half sent or half received, which would last until the
 /// time-out. Waits for other ranks do not end either. Therefore one thread, which all waits of the process share, checks a few times a
-/// second whether the message can still arrive. It also sees to it that long waits are told (WaitNotice).
+/// second whether the message can still arrive. It also reports long waits (WaitNotice).
 class StallWatch {
  public:
   /// `work` outlives this. It is aborted (wait() returns false) once group.is_hopeless(peer).

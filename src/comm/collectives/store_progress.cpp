@@ -71,7 +71,7 @@ class StoreProgress::Thread {
         for (const auto& progress : all_) answering.push_back(progress.lock());
         interval = interval_;
       }
-      // The store may not answer for long, and nobody else has to wait for that.
+      // The store may not answer for a long time, and other threads need not wait for it.
       for (auto& progress : answering) {
         if (progress != nullptr) progress->look();
         progress.reset();
@@ -141,7 +141,7 @@ std::map<std::int64_t, RankProgress> StoreProgress::ask() noexcept {
     for (std::int64_t rank = 0; ranks >> rank;) {
       ClassicStream<std::istringstream> text(store_->get_to_str(key_of(rank)));
       std::int64_t answered = 0;
-      // What was told before does not say where the rank is now.
+      // Earlier answers do not show where the rank is now.
       if (text >> answered && text.get() && answered >= question) answers.emplace(rank, parse(text));
     }
   } catch (...) {

@@ -10,7 +10,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// Somebody asks for them long before, or never again.
+/// They are requested long before, or never again.
 constexpr std::size_t kMostWaits = 2048;
 
 }  // namespace
@@ -45,7 +45,7 @@ bool StreamTimes::note() noexcept {
       waits_.pop_front();
       any = true;
     }
-  } catch (...) {  // The device has failed: what uses it next says so.
+  } catch (...) {  // The device has failed: its next use throws.
     waits_.clear();
   }
   return any;

@@ -97,7 +97,7 @@ class Blocks : public std::enable_shared_from_this<Blocks> {
     try {
       // Queued work on any stream may still use it.
       if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-    } catch (...) {  // The device has failed: an exception that says so is on its way.
+    } catch (...) {  // The device has failed, and an exception reports it.
       return Allocations::of_process().keep(std::move(lent->memory));
     }
     const std::lock_guard lock(lent->source->mutex_);

@@ -31,9 +31,9 @@ class TwoLevelSum {
 
   /// Sends the neighbours the gradients that each of them has to sum, for the ranks of equal place.
   void send_unreduced(const ReducePart& part, CoalescedWorks& works) const;
-  /// What has arrived of them, and this rank's own. On the current stream.
+  /// Sums the gradients that have arrived, and this rank's own. On the current stream.
   void sum_neighbours(std::span<const ReducePart> parts) const;
-  /// To the ranks of equal place: these sums.
+  /// Sends these sums to the ranks of equal place.
   void send_sums(const ReducePart& part, CoalescedWorks& works) const;
   /// Returns the sums of all hosts, in the order of the hosts. Call it after they have arrived. That of own_host() lies apart.
   std::vector<at::Tensor> sums(const ReducePart& part) const;

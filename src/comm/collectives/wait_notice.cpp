@@ -17,7 +17,7 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr double kNoticeAfter = 30;  // s
-// How often ranks look for questions of other hosts: often enough for a wait that is about to be told.
+// How often ranks look for questions of other hosts: often enough for a wait that is about to be reported.
 constexpr std::chrono::milliseconds kShortestInterval{50};
 constexpr std::chrono::milliseconds kLongestInterval{5000};
 

@@ -35,7 +35,7 @@ Current& current() { return of_this_process<Current>(); }
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free,
               "processes share atomics");
 
-// Returns a descriptor that tells when the process ends; -1 if there is no such process, or the system has no such call.
+// Returns a descriptor that becomes readable when the process ends; -1 if there is no such process, or the system has no such call.
 int open_process([[maybe_unused]] std::int64_t process) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, process, 0));
@@ -44,7 +44,7 @@ int open_process([[maybe_unused]] std::int64_t process) {
 #endif
 }
 
-std::atomic<bool> several{true};  // until the system says that it knows no such call
+std::atomic<bool> several{true};  // until the system reports that it has no such call
 
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
 constexpr std::size_t kWords = 128;  // the system's limit
@@ -114,7 +114,7 @@ PeerHeap::~PeerHeap() {
 bool PeerHeap::has_lost_owner() const {
   pollfd owner{.fd = owner_, .events = POLLIN, .revents = 0};
   if (owner_ < 0 || poll(&owner, 1, 0) != 1) return false;
-  // An alarm of the ended process may still arrive through the connection, and would say more.
+  // An alarm of the ended process may still arrive through the connection, with more information.
   constexpr std::chrono::nanoseconds kGrace = std::chrono::milliseconds(500);
   const std::int64_t now = std::chrono::steady_clock::now().time_since_epoch().count();
   std::int64_t first = 0;

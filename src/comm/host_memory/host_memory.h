@@ -18,7 +18,7 @@ namespace fsdp::comm {
 /// The data structure at the beginning of a process's shared heap. Only the process that owns the heap writes it.
 struct HeapHead {
   std::array<std::uint64_t, 2> nonce;  ///< A random name that no other heap has.
-  /// A counter that grows whenever this process has published something for its peers. Processes that wait for that sleep on it (a futex).
+  /// A counter that grows when this process has published data for its peers. Processes that wait for that sleep on it (a futex).
   std::atomic<std::uint32_t> news;
   /// A counter that grows when a thread of this process has waited for a while. The threads of peers that advance collectives sleep on it.
   std::atomic<std::uint32_t> requests;
@@ -32,11 +32,11 @@ struct HeapAddress {
   std::array<std::uint64_t, 2> nonce = {};
 };
 
-/// Another process's heap, mapped for reading. What lies there is only what its owner wrote.
+/// Another process's heap, mapped for reading. Only its owner writes there.
 class PeerHeap {
  public:
   /// Maps the heap at this address. Returns null if the process is not visible from here (it is in another container). Throws Error, which
-  /// says what the system refuses.
+  /// names the call that the system refuses.
   static std::shared_ptr<const PeerHeap> find(const HeapAddress& address);
   ~PeerHeap();
   PeerHeap(const PeerHeap&) = delete;

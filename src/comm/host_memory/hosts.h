@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-// What ranks of a row tell each other before they can make collectives.
+// Exchanges among the ranks of a row before they can run collectives.
 namespace fsdp::comm {
 
 /// Returns every rank's bytes, by its position in the row, which is `rank` for this one. `global_ranks` has their global ranks by position,
@@ -29,7 +29,7 @@ std::vector<Record> exchange_records(int rank, std::span<const std::int64_t> glo
   return records;
 }
 
-/// The kernel's boot id. Two processes have the same one only if they are on the same host. All zeros if the system does not tell it.
+/// The kernel's boot id. Two processes have the same one only if they are on the same host. All zeros if the system does not provide it.
 struct Boot {
   char id[40] = {};
   static Boot of_this_host();

@@ -10,8 +10,8 @@ namespace fsdp::comm {
 class HostMemory;
 
 /// A collective under way, which any thread of this process can advance as far as is possible without waiting. (Ranks wait for their
-/// collectives in different orders, compute meanwhile, or wait for something else. If each did its part of a collective only when it waits
-/// for that one, they could wait for each other for ever.)
+/// collectives in different orders, compute meanwhile, or wait for something else. If each rank did its part of a collective only when it
+/// waits for that collective, they could wait for each other for ever.)
 class AdvancingCollective {
  public:
   virtual ~AdvancingCollective() = default;
@@ -26,8 +26,8 @@ class AdvancingCollective {
   void end_advancing();
 };
 
-/// Has a thread of this process, and one of each peer, advance the collectives that are under way. Returns at once. For collectives that go
-/// on while the program does something else.
+/// Makes a thread of this process, and one of each peer, advance the collectives under way. Returns at once. For collectives that overlap
+/// with the program.
 void advance_all_beside(HostMemory& host_memory);
 
 /// Advances all collectives that this process has under way as far as possible, and wakes the threads of this process that wait for them.
@@ -39,7 +39,7 @@ void advance_all_and_wake(HostMemory& host_memory);
 void advance_all_until(HostMemory& host_memory, const std::function<bool()>& ready,
                        const std::function<std::optional<std::string>()>& look);
 
-/// Tells the thread that advances collectives on the request of peers that the set of peers has changed.
+/// Notifies the thread that advances collectives at the request of peers that the set of peers has changed.
 void peers_changed();
 
 }  // namespace fsdp::comm

@@ -91,7 +91,7 @@ std::shared_ptr<SharedRow> SharedRow::connect(int rank, const std::vector<std::i
     for (int peer = 0; peer < size && mine.ready == 1; ++peer) {
       const auto& theirs = all[static_cast<std::size_t>(peer)];
       if (theirs.ready == 0 || !are_near(theirs, mine)) continue;
-      // Ranks that are threads of one process have the same heap, so they can't be told apart by it.
+      // Ranks that are threads of one process have the same heap, so they can't be distinguished by it.
       if (theirs.heap.nonce != mine.heap.nonce) found[static_cast<std::size_t>(peer)] = row->host_memory_->peer(theirs.heap);
     }
   } catch (...) {
@@ -198,7 +198,7 @@ bool SharedRow::compare(std::uint64_t number) {
     // A gather or a reduction that this rank has finished was compared with all peers, and the previous rank may have continued.
     if (mailbox_->done[mine.number % kCalls].load(std::memory_order_relaxed) < mine.number) {
       const Call* const theirs = call_of(previous(), mine.number);
-      // If a rank has given up, its alarm says why.
+      // If a rank has failed, its alarm has the reason.
       if (theirs == nullptr || is_revoked(previous())) return false;
       if (*theirs != mine) throw RowFailure(describe_divergence(mine, global_rank(rank_), *theirs, global_rank(previous())));
       if (!has_parts) set_done(mine.number);

@@ -20,15 +20,15 @@ namespace fsdp::comm {
 ///
 /// [Note: Memory instead of messages] Each rank has a mailbox in its heap, which it alone writes. In it, the rank writes the Call of each
 /// of the row's collectives in turn, and for a gather or a reduction also the offsets of its buffers in its heap. The other ranks compare
-/// the Call with their own, and read the buffers where they are. A rank that has read all that it needs says so in its own mailbox. When
-/// all peers have said so, a rank may use its buffers for something else. A rank that gives up revokes its mailbox before it does that. A
-/// peer that has read from the buffers in the meantime sees this, and does not use what it has read.
+/// the Call with their own, and read the buffers where they are. A rank that has read everything that it needs marks this in its own
+/// mailbox. When all peers have done so, a rank may reuse its buffers. A rank that fails revokes its mailbox before it reuses them. A peer
+/// that has read from the buffers meanwhile sees this, and does not use the data.
 class SharedRow {
  public:
-  /// Finds out which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank where the row
-  /// consists of hosts with equal numbers of ranks, one host's ranks after the other's. Otherwise null, on all ranks alike. Silent where
-  /// ranks are on different hosts or in different containers; where the system refuses something, a line on stderr says what, once in a
-  /// process. `rank` is this rank's position among the global ranks of the row. Collective over `gloo`. Throws std::runtime_error if a
+  /// Finds out which ranks of a row can read each other's memory. The result has all of them, or the neighbours of this rank if the row
+  /// consists of hosts with equal numbers of ranks, one host's ranks after the other's. Otherwise it is null on all ranks. If the system
+  /// refuses a call, it prints one line on stderr per process; it prints nothing if ranks are on different hosts or in different
+  /// containers. `rank` is this rank's position among the global ranks of the row. Collective over `gloo`. Throws std::runtime_error if a
   /// message can't be sent or received.
   static std::shared_ptr<SharedRow> connect(int rank, const std::vector<std::int64_t>& global_ranks, c10d::Backend& gloo, bool wanted,
                                             std::chrono::milliseconds timeout);
@@ -40,14 +40,14 @@ class SharedRow {
   bool has_room();
   /// Publishes this rank's next call.
   void publish(const Call& call);
-  /// Says that this rank's newest call has parts. The call is then finished only when set_done() says so.
+  /// Marks this rank's newest call as one with parts. It is then finished only after set_done().
   void announce_parts();
-  /// Tells peers where the announced parts of call `number` lie. `table` is the offset, in this rank's heap, of a list that holds the
-  /// offset of each part.
+  /// Publishes where the announced parts of call `number` lie. `table` is the offset, in this rank's heap, of a list that holds the offset
+  /// of each part.
   void publish_parts(std::uint64_t number, std::int64_t table);
-  /// Says that this rank needs nothing more of its peers for call `number`.
+  /// Marks that this rank needs nothing more from its peers for call `number`.
   void set_done(std::uint64_t number);
-  /// True if no peer needs anything more of this rank for call `number`.
+  /// True if no peer needs anything more from this rank for call `number`.
   bool all_done(std::uint64_t number) const;
 
   /// Compares this rank's calls up to `number` with those of the rank before it, as far as that rank has made them. Returns true once all
@@ -59,10 +59,10 @@ class SharedRow {
   const Call* call_of(int peer, std::uint64_t number) const;
   /// Returns the offsets of the parts of a peer's call; null if the peer has not published them.
   const std::int64_t* parts_of(int peer, std::uint64_t number) const;
-  /// Returns the address of the i-th part. If the peer has given up, the memory can be read, but may hold anything.
+  /// Returns the address of the i-th part. If the peer has failed, the memory can be read, but its contents are undefined.
   const char* part_of(int peer, const std::int64_t* parts, std::size_t i, std::int64_t bytes) const;
 
-  /// Tells peers that this rank gives up.
+  /// Marks for the peers that this rank has failed.
   void revoke();
   bool is_revoked(int peer) const;
 

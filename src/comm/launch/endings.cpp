@@ -25,7 +25,7 @@ struct EndingBoard {
   bool told = false;
 };
 
-/// A forked process does not say how the rank ends.
+/// A forked process does not report how the rank ends.
 EndingBoard& board() { return of_this_process<EndingBoard>(); }
 
 std::string ending_key(std::int64_t rank) { return "fsdp/ending/" + std::to_string(rank); }

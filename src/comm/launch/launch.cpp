@@ -82,7 +82,7 @@ void write_report(int fd, char kind, const std::string& text) {
   for (std::size_t done = 0; done < report.size();) {
     const ssize_t n = write(fd, report.data() + done, report.size() - done);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;  // The parent is gone, and nobody is left to tell.
+    if (n <= 0) return;  // The parent has ended, so there is no process to report to.
     done += static_cast<std::size_t>(n);
   }
 }
@@ -309,7 +309,7 @@ bool has_ended(RankProcess& process) {
   process.running = false;
   read_rest(process);
   for (auto& stream : process.output) stream.finish();
-  // If the program ignores SIGCHLD, or collects all its children itself, only the rank's report tells how it has ended.
+  // If the program ignores SIGCHLD, or collects all its children itself, only the rank's report shows how it has ended.
   process.collected_elsewhere = ended < 0;
   if (ended < 0) process.status = W_EXITCODE(process.returned() ? std::stoi(process.report.substr(1)) : 1, 0);
   return true;

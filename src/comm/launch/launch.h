@@ -15,7 +15,7 @@ struct LaunchDetails {
 /// fsdp::launch_local with these options.
 int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails& details);
 
-/// True if this process has one thread, so that a forked copy of it is whole: locks held by other threads would stay locked in the copy.
+/// True if this process has one thread, so that a forked copy of it works: locks held by other threads would stay locked in the copy.
 bool is_single_threaded();
 
 }  // namespace fsdp::comm

@@ -12,8 +12,8 @@
 
 namespace fsdp::comm {
 
-/// The first letter of a rank's report: its function returned (with its exit code), or it failed (with a text that says why). kPeerFailed
-/// says that the rank failed only because of a peer; its text is not printed if another rank failed by itself.
+/// The first letter of a rank's report: its function returned (with its exit code), or it failed (with the reason as a text). kPeerFailed
+/// means that the rank failed only because of a peer; its text is not printed if another rank failed by itself.
 inline constexpr char kReturned = 'R';
 inline constexpr char kFailed = 'F';
 inline constexpr char kPeerFailed = 'P';

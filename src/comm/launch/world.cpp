@@ -9,7 +9,7 @@
 namespace fsdp::comm {
 namespace {
 
-/// The names under which a launcher tells the same four facts.
+/// The names of a launcher's variables for the same four facts.
 struct Launcher {
   const char* name;
   const char* rank;

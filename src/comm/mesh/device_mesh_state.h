@@ -16,7 +16,7 @@ namespace fsdp {
 /// This rank's row along one dimension. Sub-meshes share it.
 struct MeshRow {
   std::shared_ptr<comm::Communicator> communicator;
-  /// Makes another communicator of the row, or of so many neighbours in it; null where none can be made.
+  /// Makes another communicator of the row, or of so many neighbours in it; null if none can be made.
   std::function<std::shared_ptr<comm::Communicator>(std::int64_t neighbours)> make;
   std::map<std::int64_t, std::shared_ptr<comm::Communicator>> second =
       {};  ///< The communicators that second_communicator() has made, by its argument.
@@ -30,16 +30,16 @@ struct JoinedRows {
   std::map<std::vector<std::shared_ptr<comm::Communicator>>, std::shared_ptr<comm::Communicator>> made = {};
 };
 
-/// What the copies of a mesh share.
+/// The state that copies of a mesh share.
 struct DeviceMesh::State {
   c10::Device device = c10::kCPU;
   std::optional<c10::DeviceType> stands_for = {};  ///< The devices of a planned mesh; none: `device` is what it is.
   std::int64_t rank = 0;                           ///< The global rank.
-  std::int64_t world_size = 1;                     ///< Of all ranks, those of the mesh and others.
+  std::int64_t world_size = 1;                     ///< The number of all ranks, those of the mesh and others.
   std::vector<MeshDim> dims;
   std::vector<std::int64_t> coordinates;       ///< This rank's coordinates, one per dimension.
   std::vector<std::shared_ptr<MeshRow>> rows;  ///< This rank's rows, one per dimension.
-  std::shared_ptr<JoinedRows> joined = {};     ///< Null where none can be made, on all ranks alike.
+  std::shared_ptr<JoinedRows> joined = {};     ///< Null on all ranks if none can be made.
 };
 
 }  // namespace fsdp

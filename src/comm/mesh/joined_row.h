@@ -10,11 +10,11 @@ namespace fsdp::comm {
 
 /// One communicator of all ranks that these rows lead to, so that each of them can send straight to each other one. `rows`: this rank's, of
 /// one mesh or of several, the outermost first; a rank's position in the result varies fastest along the last one. It is made at the first
-/// call with these rows, with connections of its own, and kept with `mesh` and its sub-meshes. Null, on all ranks alike, if `mesh` can't
-/// make one: where its ranks have devices, or communicate by other means than the engine's. Collective over the ranks. Throws CommError.
+/// call with these rows, with connections of its own, and kept with `mesh` and its sub-meshes. Null on all ranks if `mesh` can't make one:
+/// if its ranks have devices, or do not communicate by the engine's connections. Collective over the ranks. Throws CommError.
 std::shared_ptr<Communicator> joined_row(const DeviceMesh& mesh, const std::vector<std::shared_ptr<Communicator>>& rows);
 
-/// Those that have been made with `mesh`.
+/// The communicators that were made with `mesh`.
 std::vector<Communicator*> joined_rows_of(const DeviceMesh& mesh);
 
 }  // namespace fsdp::comm

@@ -12,7 +12,7 @@
 
 namespace fsdp::comm {
 
-/// A mesh whose peers are not there, as one of its ranks sees it: see NullCommunicator.
+/// A mesh without peers, as seen by one of its ranks: see NullCommunicator.
 struct NullMesh {
   std::vector<MeshDim> dims;
   std::int64_t rank = 0;

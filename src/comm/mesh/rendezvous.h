@@ -18,8 +18,8 @@ class Device;
 // How the ranks of a world find each other and form groups.
 namespace fsdp::comm {
 
-/// Makes the groups of one mesh. All ranks make the same groups in the same order; `prefix` keeps their keys in the store apart
-/// from those of other meshes. Throws CommError where the ranks can't meet.
+/// Makes the groups of one mesh. All ranks make the same groups in the same order; `prefix` keeps their keys in the store apart from those
+/// of other meshes. Throws CommError if the rendezvous fails.
 class Rendezvous {
  public:
   Rendezvous(const World& world, std::string prefix, std::chrono::milliseconds timeout);
@@ -29,7 +29,7 @@ class Rendezvous {
 
   /// The part of the store under a name; null for a world of one rank.
   c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
-  /// How the ranks of this mesh tell each other what they do; may be null.
+  /// Exchanges the activities of the ranks of this mesh; may be null.
   const std::shared_ptr<StoreProgress>& progress() const { return progress_; }
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);

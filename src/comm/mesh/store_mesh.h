@@ -30,7 +30,7 @@ struct StoreMesh {
   std::function<c10::intrusive_ptr<c10d::Backend>(std::size_t dim, std::int64_t neighbours)> backend_of = {};
 };
 
-/// Connects the ranks of each row with groups of their own. Collective over the mesh; blocks. Throws CommError if the ranks can't meet.
+/// Connects the ranks of each row with groups of their own. Collective over the mesh; blocks. Throws CommError if the rendezvous fails.
 DeviceMesh make_store_mesh(const StoreMesh& options);
 
 }  // namespace fsdp::comm
