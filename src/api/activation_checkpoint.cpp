@@ -5,7 +5,7 @@
 // Unlike torch's reentrant checkpoint, the node has edges to everything that `fn` used, parameters included. So grad() and backward() for
 // chosen tensors work, and no input needs to require a gradient.
 //
-// On a sharded model, the repeated forward runs within the outer backward and before the inner one, so it tells the engine of the outer
+// On a sharded model, the repeated forward runs within the outer backward and before the inner one, so it notifies the engine of the outer
 // one.
 
 #include "fsdp/activation_checkpoint.h"
@@ -63,7 +63,8 @@ NodePtr<T> make_node(Arguments&&... arguments) {
 /// The accumulator of a leaf (a parameter), or null.
 const AccumulateGrad* leaf(const Node& node) { return dynamic_cast<const AccumulateGrad*>(&node); }
 
-/// The part of autograd's graph that this thread adds from now on. Nodes are told from older ones by their number, which counts per thread.
+/// The part of autograd's graph that this thread adds from now on. Nodes are distinguished from older ones by their number, which counts
+/// per thread.
 class NewGraph {
  public:
   NewGraph() : first_(at::sequence_number::peek()), thread_(at::RecordFunction::currentThreadId()) {}
@@ -302,8 +303,8 @@ class ActivationCheckpointBackward final : public Node {
   }
 
   /// True if the inner backward may accumulate into exit k's leaf by itself: if this backward is for all leaves, not for chosen tensors,
-  /// and nobody would notice that the leaf's node runs once more, without a gradient, when this node has returned. (An enclosing checkpoint
-  /// that collects gradients has put its own exit there.)
+  /// and it would not be noticed that the leaf's node runs once more, without a gradient, when this node has returned. (An enclosing
+  /// checkpoint that collects gradients has put its own exit there.)
   bool accumulates_within(std::size_t k) const {
     Node& node = *next_edges_[k].function;
     return leaf(node) != nullptr && trigger::is_for_all_leaves() && node.tensor_pre_hooks().empty() && node.pre_hooks().empty() &&

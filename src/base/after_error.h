@@ -6,7 +6,8 @@
 
 namespace fsdp {
 
-/// Runs `clean_up` where an error is about to be reported. What it throws becomes a warning, so that it does not replace the first error.
+/// Runs `clean_up` when an error is about to be reported. An exception in it becomes a warning, so that it does not replace the first
+/// error.
 template <typename CleanUp>
 void after_error(const CleanUp& clean_up) {
   try {

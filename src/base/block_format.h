@@ -12,7 +12,7 @@
 // The 8-bit format of gathers (float8_blocks), block by block: for the loop on the CPU and for a kernel.
 namespace fsdp {
 
-/// Pieces of `numel` elements each, whole blocks, and their bytes: of each piece its elements, then the scales of its blocks.
+/// Pieces of `numel` elements each, in complete blocks, and their bytes: for each piece its elements, then the scales of its blocks.
 struct BlockedPieces {
   void* values = nullptr;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
@@ -48,7 +48,7 @@ FSDP_ELEMENT float scale_value(std::uint8_t byte) {
   return float_of(byte == 0 ? 0x00400000u : static_cast<std::uint32_t>(byte) << 23);
 }
 
-/// The smallest power of two by which the largest magnitude of a block, whose bits are given, fits. The least one is 2^-127.
+/// The smallest power of two with which the largest magnitude of a block, whose bits are given, fits. The least one is 2^-127.
 FSDP_ELEMENT std::uint8_t scale_for(std::uint32_t largest) {
   if (largest >= 0x7f800000u) return kNanScale;
   const std::uint32_t bits = bits_of(float_of(largest) / kLargestFloat8);
@@ -68,7 +68,7 @@ FSDP_ELEMENT T decoded(std::uint8_t code, float scale) {
   return rounded_to<T>(static_cast<float>(c10::Float8_e4m3fn(code, c10::Float8_e4m3fn::from_bits())) * scale);
 }
 
-/// By one thread, pack by pack: a block has whole packs. Its second reading comes from the nearest cache.
+/// Encodes a block by one thread, pack by pack: a block has complete packs. The second reading comes from the nearest cache.
 template <typename T>
 FSDP_HOST_DEVICE inline void encode_block(const BlockedPieces& given, std::int64_t number) {
   const T* const values = static_cast<const T*>(given.values) + number * given.block;
@@ -107,7 +107,7 @@ FSDP_HOST_DEVICE inline void decode_pack(const BlockedPieces& given, std::int64_
   write_pack(static_cast<T*>(given.values) + at, result);
 }
 
-/// What thread number `thread` of `threads` does.
+/// The work of thread number `thread` of `threads`.
 template <typename T>
 FSDP_HOST_DEVICE inline void encode_blocks(const BlockedPieces& given, std::int64_t thread, std::int64_t threads) {
   for (std::int64_t number = thread; number < given.blocks(); number += threads) encode_block<T>(given, number);

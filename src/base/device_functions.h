@@ -8,13 +8,13 @@
 
 namespace fsdp {
 
-/// Who launches a kernel of ours, by type of device: null where torch's operators have to do. Those of CUDA register themselves in builds
-/// with a compiler for CUDA; that of the simulated device is the tests'. From any thread.
+/// The launcher of a kernel of this library, by type of device; null where torch's operators are used. Launchers for CUDA register
+/// themselves in builds with a compiler for CUDA; tests register one for the simulated device. Any thread.
 template <typename Function>
 class DeviceFunctions {
  public:
   Function* of(c10::DeviceType type) const { return functions_[index(type)].load(std::memory_order_acquire); }
-  /// Returns what there was.
+  /// Returns the previous one.
   Function* set(c10::DeviceType type, Function* function) { return functions_[index(type)].exchange(function, std::memory_order_acq_rel); }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// Marks functions that a kernel of a GPU calls as well as a loop on the CPU. Such a function is the arithmetic of an element, or what one
-// thread of a kernel does: tests without a GPU run it.
+// Marks functions that both a kernel of a GPU and a loop on the CPU call. Such a function is the arithmetic of an element, or the work of
+// one thread of a kernel, so tests without a GPU run it.
 #if defined(__CUDACC__)
 #define FSDP_HOST_DEVICE __host__ __device__
 #else

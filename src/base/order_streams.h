@@ -5,7 +5,7 @@
 
 namespace fsdp {
 
-/// What is put on `second` from now on runs behind what is on `first`.
+/// Work that is put on `second` from now on runs after the work on `first`.
 inline void order_streams(const c10::Stream& first, const c10::Stream& second) {
   c10::Event until_here(first.device_type());
   until_here.record(first);

@@ -5,8 +5,8 @@
 
 namespace fsdp {
 
-/// A guard. During its lifetime, transformations of torch.func (grad, jvp, vmap) do not apply to operators of this thread, because what
-/// moves parameters and gradients is no part of the function that is transformed.
+/// A guard. During its lifetime, transformations of torch.func (grad, jvp, vmap) do not apply to operators of this thread, because code
+/// that moves parameters and gradients is not a part of the transformed function.
 class OutsideTransforms {
  public:
   OutsideTransforms()

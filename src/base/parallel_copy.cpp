@@ -43,7 +43,7 @@ void copy_past_caches(char* target, const char* source, std::size_t bytes) {
       }
     }
   }
-  _mm_sfence();  // These stores are not ordered before later ones, such as one that says that the bytes are there.
+  _mm_sfence();  // These stores are not ordered before later ones, such as one that publishes the bytes.
   std::memcpy(target + done, source + done, bytes - done);
 }
 

@@ -18,7 +18,7 @@ std::atomic<std::uint64_t> order_of_ranges = 0;
 void parallel_for(std::int64_t count, std::int64_t grain, c10::function_ref<void(std::int64_t begin, std::int64_t end)> fn) {
   if (count <= 0) return;
   if (count <= grain || at::get_num_threads() == 1) return fn(0, count);
-  // TensorIterator's loop is parallel in torch's own library. It hands out addresses: here of elements that nobody reads or writes.
+  // TensorIterator's loop is parallel in torch's own library. It passes addresses: here of elements that are never read or written.
   char* const first = reinterpret_cast<char*>(std::uintptr_t{1} << 12);
   const at::Tensor numbers = at::from_blob(first, {count}, at::kByte);
   auto iterator =

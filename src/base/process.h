@@ -20,9 +20,9 @@ inline void ignore_signal(int signal) noexcept {
 
 /// Makes this process ready for files and sockets of the library; call it before it opens any. Idempotent; any thread.
 ///
-/// Standard streams that are closed are opened on /dev/null. Otherwise a descriptor of the library would have the number of one: what the
-/// program prints would go into it, and a stream that is redirected would close it. A write beyond the limit of files' sizes (`ulimit -f`)
-/// becomes an error, as in Python, unless the program handles the signal, which would end the process.
+/// Standard streams that are closed are opened on /dev/null. Otherwise a descriptor of the library would get the number of such a stream:
+/// the program's output would be written to it, and redirecting the stream would close it. A write beyond the limit of files' sizes
+/// (`ulimit -f`) becomes an error, as in Python, unless the program handles the signal, which would end the process.
 inline void prepare_process() noexcept {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     // open() takes the lowest free number, which is that of the stream. It stays open on exec, as programs that are started need it, too.

@@ -10,7 +10,7 @@ namespace fsdp {
 struct UnitFacts {
   std::uint64_t layout =
       0;  ///< Hash of the parameters' names, shapes, dtypes and order, and of which ones are trained. 0: the call has no unit.
-  std::uint64_t switches = 0;       ///< The settings that are true or false, one bit each; see `kSwitches`.
+  std::uint64_t switches = 0;       ///< The boolean settings, one bit each; see `kSwitches`.
   std::uint64_t divide_factor = 0;  ///< The bits of the double by which the sum of gradients is divided.
 
   bool operator==(const UnitFacts&) const = default;

@@ -14,11 +14,11 @@ namespace fsdp::deferred {
 /// tensors that share operators are computed together.
 void for_each_value(std::span<const at::Tensor> tensors, const std::function<void(std::size_t index, const at::Tensor& value)>& take);
 
-/// Gives those tensors that have no memory their values, and memory on `device`, in place. Other tensors that the model keeps get theirs
+/// Allocates the tensors without memory on `device`, and computes their values, in place. Other tensors that the model keeps get theirs
 /// later, when an operator takes them.
 void give_values(const std::vector<at::Tensor>& tensors, c10::Device device);
 
-/// Gives those tensors that have no memory zeroed memory on `device`, in place.
+/// Allocates the tensors without memory on `device`, set to zero, in place.
 void give_zeros(const std::vector<at::Tensor>& tensors, c10::Device device);
 
 }  // namespace fsdp::deferred

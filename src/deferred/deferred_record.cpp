@@ -60,7 +60,7 @@ struct TensorArgument {
   DeferredView view;                            ///< Its contents; used only if it has no memory.
 };
 
-/// A guard during which the storages of some uses tell their addresses, for operators on the meta device.
+/// A guard during which the storages of some uses return their addresses, for operators on the meta device.
 class Unlocked {
  public:
   explicit Unlocked(const std::vector<TensorArgument>& uses) : uses_(uses) {

@@ -17,8 +17,8 @@ namespace fsdp::deferred {
 
 struct Operation;
 
-/// The contents of a storage without memory, that is, the values that `writer`, the last operator that wrote to it, has left there. Without
-/// a writer the values are undefined, as those of torch::empty.
+/// The contents of a storage without memory, that is, the values of `writer`, the last operator that wrote to it. Without a writer the
+/// values are undefined, as those of torch::empty.
 struct Contents {
   std::uint64_t cell =
       0;  ///< The number of the storage. Operators that write to one storage write to the same memory, one after the other.
@@ -26,7 +26,7 @@ struct Contents {
   std::shared_ptr<Operation> writer;
 };
 
-/// How a tensor lies in its storage.
+/// The geometry of a tensor in its storage.
 struct Geometry {
   at::ScalarType dtype = at::kFloat;
   c10::DimVector sizes;
@@ -62,7 +62,7 @@ struct DeferredSession {
 /// constructors that fill the result of torch::empty or torch::zeros through a pointer. Later, asking for the address is an Error.
 class DeferredStorage final : public c10::StorageImpl {
  public:
-  /// `writer` may be null. `pristine` says whether code may ask for the address.
+  /// `writer` may be null. `pristine`: whether code may ask for the address.
   DeferredStorage(std::size_t bytes, std::shared_ptr<Operation> writer, std::shared_ptr<DeferredSession> session, bool pristine);
 
   /// Returns the storage as a DeferredStorage, or null if it is not one.
@@ -77,7 +77,7 @@ class DeferredStorage final : public c10::StorageImpl {
   const std::shared_ptr<DeferredSession>& session() const { return session_; }
   void written_by(std::shared_ptr<Operation> writer) { writer_ = std::move(writer); }
 
-  /// Says that an operator has taken the storage. From now on, asking for its address is an Error.
+  /// Call it when an operator has taken the storage. From now on, asking for its address is an Error.
   void lock();
   /// Allows to ask for the address while an operator runs on the meta device, which compares addresses but does not read or write there.
   void unlock() { memory::tell_address<c10::StorageImpl>(*this); }
@@ -96,7 +96,7 @@ class DeferredStorage final : public c10::StorageImpl {
   c10::Storage memory_;
 };
 
-/// Makes `tensor` the given value, in place: code that holds the tensor sees the change. Unlike set_data, it works between devices.
+/// Gives `tensor` this value, in place: code that holds the tensor sees the change. Unlike set_data, it works between devices.
 void become(const at::Tensor& tensor, const at::Tensor& value);
 
 }  // namespace fsdp::deferred

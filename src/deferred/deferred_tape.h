@@ -17,17 +17,20 @@
 
 // The tape of deferred_init: recorded operators that can be called again. Each knows the operators whose results it takes.
 //
-// The tape is not a list but a graph, which the results own. An operator that no living tensor needs is dropped at once (such as the
-// default initialisation of a layer which the model initialises anew). To compute some tensors, only the operators that lead to them are
-// called, so units can be made in any order. Two rules make that correct:
+// The tape is not a list but a graph, which the results own. An operator that no living tensor needs is dropped at once, such as a layer's
+// default initialisation that the model overwrites. To compute some tensors, only the operators that lead to them are called, so units can
+// be made in any order. Two rules make that correct:
 //
 // [Contents, not storages] An operator refers to the contents of its arguments when it was called, that is, to the operators that had last
 // written them. A replay calls the needed operators in the recorded order on memory of its own, so each argument has the same contents
-// again. [Drawn once] When a random operator is recorded, its numbers are drawn and thrown away, and the operator keeps the state that the
-// generator had before. The alternatives: the states are known only by drawing, as generators of the CPU can't be moved
-//     to a position; replaying the whole tape in order would hold every unit that is not complete before the last operator (a GPT
-//     initialised in a loop over all parameters: the whole model). Drawing needs memory for one tensor at a time. It also leaves the
-//     generator as an ordinary constructor does, at every moment: what follows draws the same, and manual_seed in a constructor works.
+// again.
+//
+// [Drawn once] When a random operator is recorded, its numbers are drawn and dropped, and the operator keeps the previous state of the
+// generator. This needs memory for one tensor at a time. The generator has the same states as with an ordinary constructor at every moment:
+// later operators draw the same numbers, and manual_seed in a constructor works. There are two alternatives. The states could be computed
+// without recording only by drawing, because generators of the CPU can't be moved to a position. A replay of the whole tape in order would
+// hold every unit that is not complete before the last operator; for a GPT that is initialised in a loop over all parameters, that is the
+// complete model.
 namespace fsdp::deferred {
 
 /// One recorded call of an operator. It refers to older operations only, and does not change once it is recorded.
@@ -37,7 +40,7 @@ struct Operation {
     std::optional<DeferredView> deferred;
     at::Tensor value;  ///< Otherwise, a copy of a tensor that had memory. May be undefined.
   };
-  /// An argument. `tensors` replace the tensors in `value`, whose type says whether it is a tensor, a list, or a list of optional tensors.
+  /// An argument. `tensors` replace the tensors in `value`, whose type is a tensor, a list, or a list of optional tensors.
   struct Argument {
     c10::IValue value;
     std::vector<Input> tensors;

@@ -13,8 +13,8 @@ inline bool is_one_of(std::string_view name, std::initializer_list<std::string_v
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-/// True for operators that fill a tensor with random numbers. The shape alone decides how many numbers they draw, and the former contents
-/// do not matter.
+/// True for operators that fill a tensor with random numbers. The shape alone determines how many numbers they draw, and the previous
+/// contents do not matter.
 inline bool is_random_fill(const c10::OperatorHandle& op) {
   const auto& [name, overload] = op.operator_name();
   return is_one_of(name, {"aten::normal_", "aten::uniform_", "aten::random_", "aten::exponential_", "aten::geometric_", "aten::cauchy_",

@@ -7,16 +7,16 @@
 
 namespace fsdp::events {
 
-/// A collective: the source of its row, and its number there.
+/// Identifies a collective: the source of its row, and its number there.
 using CollectiveKey = std::pair<std::uint32_t, std::uint64_t>;
 
-/// What a rank does: its computation is in `unit`, or it waits for a collective.
+/// The activity of a rank: its computation is in `unit`, or it waits for a collective.
 struct Activity {
   enum class Kind : std::uint8_t { kUnknown, kForward, kBackward, kBetweenSteps, kWaiting };
   Kind kind = Kind::kUnknown;
-  std::uint32_t unit = 0;      ///< A name; 0: no unit has been entered in this pass. Of kWaiting: the collective's.
+  std::uint32_t unit = 0;      ///< A name; 0: no unit has been entered in this pass. With kWaiting, the collective's unit.
   std::uint32_t next = 0;      ///< The unit that the computation entered afterwards; 0: it did not enter one.
-  CollectiveKey awaited = {};  ///< Of kWaiting.
+  CollectiveKey awaited = {};  ///< With kWaiting.
 };
 
 /// Returns "in forward of 'blocks.2', before 'blocks.3'", for what a rank did in some time. Names may be empty.

@@ -65,7 +65,7 @@ void EventMemory::put(const Event& event) noexcept {
   const std::uint64_t turn = written_.fetch_add(1, std::memory_order_relaxed) + 1;
   Entry& entry = entries_[(turn - 1) % kEvents];
   entry.turn.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // Who sees one of the words sees that the entry is being written.
+  std::atomic_thread_fence(std::memory_order_release);  // A reader that sees one of the words also sees that the entry is being written.
   for (std::size_t i = 0; i < kWords; ++i) entry.words[i].store(words[i], std::memory_order_relaxed);
   entry.turn.store(turn, std::memory_order_release);
 }

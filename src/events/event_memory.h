@@ -14,10 +14,10 @@
 
 #include "events/event.h"
 
-// Where the events of a process lie: in its memory, or in a file that others may read at any time, also when the process has died.
+// The memory of a process's events: its own, or a file that other processes may read at any time, also after this one has died.
 namespace fsdp::events {
 
-/// Who wrote a file of events. Numbers that are not known are -1. The first two members stay where they are in all versions.
+/// The process that wrote a file of events. Unknown numbers are -1. The first two members have the same place in all versions.
 struct EventWriter {
   static constexpr std::array<char, 8> kFormat = {'f', 's', 'd', 'p', '-', 'e', 'v', 's'};
   static constexpr std::uint64_t kVersion = 3;
@@ -26,7 +26,7 @@ struct EventWriter {
   std::uint64_t version = kVersion;
   std::int64_t rank = -1;  ///< Global.
   std::int64_t world_size = -1;
-  std::int64_t process = -1;        ///< Its number in the system, as itself sees it.
+  std::int64_t process = -1;        ///< Its number in the system, in its own namespace.
   std::int64_t process_began = -1;  ///< See began(): a later process of the same number has another value.
   std::uint64_t processes = 0;      ///< See processes_id().
   std::uint64_t clock = 0;          ///< See clock_id().
@@ -34,7 +34,7 @@ struct EventWriter {
   std::int64_t ahead_of_epoch = 0;  ///< std::chrono::system_clock less steady_clock at that time, in ns.
   std::array<char, 64> host = {};   ///< The host's name, cut off.
 
-  /// Of this process, as `rank` of `world_size`.
+  /// Returns that of this process, as `rank` of `world_size`.
   static EventWriter of_this_process(std::int64_t rank, std::int64_t world_size);
 };
 
@@ -44,14 +44,14 @@ std::int64_t now();
 std::uint64_t clock_id();
 /// The same for all processes that see each other by the same numbers.
 std::uint64_t processes_id();
-/// When a process began, in ticks since the host was started; -1 if there is none of this number.
+/// Returns when a process began, in ticks since the host was started; -1 if there is no process of this number.
 std::int64_t began(std::int64_t process);
 
-/// The last events of a process, whichever thread they are of, and the names in them. It is the content of a file: it has no pointers, and
-/// zeroed memory is an empty one. Writing an event takes no lock and no memory, and may be done by the handler of a signal.
+/// The last events of all threads of a process, and the names in them. This is the content of a file: it has no pointers, and zeroed memory
+/// is an empty one. Writing an event takes no lock and no memory, and may be done by a signal handler.
 ///
-/// An event is written between two changes of its entry's turn, so that a reader sees whole ones only. A writer that is held up while all
-/// others write a whole ring may leave a mixed event behind.
+/// An event is written between two changes of its entry's turn, so that a reader sees complete events only. A writer that is suspended
+/// while the others write a complete ring may leave a mixed event.
 class EventMemory {
  public:
   static constexpr std::size_t kEvents = 16384;
@@ -66,49 +66,49 @@ class EventMemory {
 
   /// Any thread. Sets the event's time.
   void write(Event event) noexcept;
-  /// The events that are there, the oldest first: at most kEvents, less those that are being written now. Any thread.
+  /// Returns the events, the oldest first: at most kEvents, without those that are being written now. Any thread.
   std::vector<Event> read() const;
   /// How many events have been written. Any thread.
   std::uint64_t written() const noexcept { return written_.load(std::memory_order_acquire); }
-  /// Notes that the process lives, though it writes no events. Any thread.
+  /// Records that the process is alive, even if it writes no events. Any thread.
   void note_alive() noexcept { alive_.store(now(), std::memory_order_relaxed); }
-  /// When that was noted last; 0: never.
+  /// Returns when that was last recorded; 0: never.
   std::int64_t alive() const noexcept { return alive_.load(std::memory_order_relaxed); }
 
-  /// The number of a name, from any thread; 0 if the text is empty or not known.
+  /// Returns the number of a name; 0 if the text is empty or not known. Any thread.
   std::uint32_t find_name(std::string_view text) const noexcept;
-  /// The same of a text that may be new, for one thread at a time; 0 if it is empty, or if there is no room any more.
+  /// Returns the number of a name, which may be new; 0 if it is empty, or if there is no room left. One thread at a time.
   std::uint32_t add_name(std::string_view text) noexcept;
-  /// The text of such a number.
+  /// Returns the text of such a number.
   std::string_view text_of(std::uint32_t name) const noexcept;
 
-  /// Notes what a source is, by a name. One thread at a time.
+  /// Records the name of a source. One thread at a time.
   void describe_source(std::uint32_t source, std::uint32_t name) noexcept;
-  /// The sources that have been described, with what they are: the name, and the source's number among those of this name, as in
-  /// "dp_shard 0-7 #1". The n-th communicator of a row on one rank belongs to the n-th on another one.
+  /// Returns the sources that have names: the name, and the source's number among those of this name, as in "dp_shard 0-7 #1". The n-th
+  /// communicator of a row on one rank belongs to the n-th on another one.
   std::map<std::uint32_t, std::string> sources() const;
 
-  /// Takes names, sources and events from another one; this one is empty. Nobody adds names meanwhile. An event that is being written
-  /// meanwhile may be lost.
+  /// Copies names, sources and events from another one into this one, which is empty. No names may be added meanwhile. An event that is
+  /// being written meanwhile may be lost.
   void take_over(const EventMemory& other);
-  /// The same without the events.
+  /// Copies names and sources only.
   void take_over_names(const EventMemory& other) noexcept;
-  /// Events up to this one are no longer read, by their number from 1. Nobody writes meanwhile.
+  /// Events up to this number (from 1) are no longer read. No events may be written meanwhile.
   void forget_until(std::uint64_t number) noexcept { forgotten_ = std::max(forgotten_, number); }
-  /// Where things lie in it, in bytes, for who reads only what is needed.
+  /// Offsets in bytes, for readers that read only parts.
   struct Places {
     std::size_t written;  ///< The value of written().
     std::size_t entries;  ///< Events, each of `entry_bytes`: event n, from 1, is at (n - 1) % kEvents.
     std::size_t entry_bytes;
     std::size_t behind_entries;
-    std::size_t texts;  ///< Of names; text_bytes() of these are used, and nothing else comes behind them.
+    std::size_t texts;  ///< The texts of names; text_bytes() of these are used, and nothing follows them.
   };
   static Places places() noexcept;
   std::size_t text_bytes() const noexcept;
 
-  /// Whose it is. The memory of a process has no file, and a writer whose numbers are not known.
+  /// Its process. The memory of a process has no file, and a writer with unknown numbers.
   const EventWriter& writer() const noexcept { return writer_; }
-  /// Makes a file of events of it.
+  /// Sets it, for a file of events.
   void sign(const EventWriter& writer) noexcept { writer_ = writer; }
 
  private:
@@ -120,7 +120,7 @@ class EventMemory {
     std::atomic<std::uint64_t> turn;  ///< The number of the event that it holds, from 1; 0: none, or one that is being written.
     std::array<std::atomic<std::uint64_t>, kWords> words;
   };
-  /// Where a text lies: its offset in the higher half, its length in the lower; 0: no text.
+  /// The place of a text: its offset in the higher half, its length in the lower; 0: no text.
   using Place = std::atomic<std::uint64_t>;
 
   void put(const Event& event) noexcept;
@@ -136,7 +136,7 @@ class EventMemory {
   std::uint64_t name_count_;
   std::uint64_t text_bytes_;
   std::array<std::atomic<std::uint32_t>, kSources> sources_;  ///< Names, by source.
-  std::array<char, kTextBytes> texts_;                        // The last: a reader leaves out what is not used.
+  std::array<char, kTextBytes> texts_;                        // The last member: a reader skips the unused part.
 };
 static_assert(sizeof(Event) % sizeof(std::uint64_t) == 0);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);

@@ -76,7 +76,7 @@ class Memory {
 
   std::atomic<EventMemory*> now_;
   bool is_file_ = false;  // Under the mutex.
-  std::mutex mutex_;      // Who adds a name, describes a source, or moves to other memory.
+  std::mutex mutex_;      // Held to add a name, describe a source, or move to other memory.
 };
 
 std::atomic<std::uint32_t> sources{0};

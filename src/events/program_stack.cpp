@@ -21,7 +21,7 @@ pid_t writer = 0;                       // The process that writes its stacks; a
 volatile sig_atomic_t descriptor = -1;  // of the file, for the handler
 
 void write_line(int file, std::string_view text) {
-  // What can't be written is missed by who asks, and by nobody else.
+  // If it can't be written, only the process that asked gets no stack.
   [[maybe_unused]] const auto written = write(file, text.data(), text.size());
   [[maybe_unused]] const auto ended = write(file, "\n", 1);
 }

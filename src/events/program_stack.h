@@ -2,13 +2,13 @@
 
 #include <string_view>
 
-// Where a C++ program is, for who asks from outside.
+// The stack of a C++ program, for requests of other processes.
 namespace fsdp::events {
 
 /// The first line of a stack that a process has written on request. A line per frame follows, the innermost first, as
 /// backtrace_symbols_fd() writes it: "program(function+0x12) [0x55d0]".
 inline constexpr std::string_view kNativeStack = "Stack of the main thread, most recent call first:";
-/// The last one.
+/// The last line.
 inline constexpr std::string_view kEndOfStack = "End of the stack.";
 
 /// The name of the file in memory for such stacks. It ends with its process, and others find it among the process's open files.

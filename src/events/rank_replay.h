@@ -12,14 +12,14 @@
 #include "events/event.h"
 #include "events/event_ring.h"
 
-// What a rank did, from the events of its process. All that reads events asks this model, so that no two answers differ. Times are in ns;
-// 0: there is no such event. Names are numbers, as in events.
+// A model of what a rank did, from the events of its process. All code that reads events uses this model, so that results agree. Times are
+// in ns; 0: there is no such event. Names are numbers, as in events.
 namespace fsdp::events {
 
 /// Returns the text of a name in events.
 using TextOf = std::function<std::string_view(std::uint32_t name)>;
 
-/// One collective as the rank took part in it.
+/// One collective, as this rank saw it.
 struct Collective {
   Event call;  ///< Names, row (`source`), number and bytes.
   std::int64_t posted = 0;
@@ -27,10 +27,10 @@ struct Collective {
   std::int64_t arrived = 0;
   std::int64_t wait_ended = 0;
   std::int64_t failed = 0;
-  std::int64_t held_stream = -1;  ///< How long it has held the device's stream; -1: not measured.
+  std::int64_t held_stream = -1;  ///< How long it has blocked the device's stream; -1: not measured.
   bool in_backward = false;       ///< Where the computation was when the wait began.
   bool posted_on_demand = false;  ///< No unit was entered between its post and its wait, and one was entered before, in this pass.
-  Activity before;                ///< What this rank did for the longest time since its last call in the row.
+  Activity before;                ///< The activity of this rank for the longest time since its last call in the row.
 
   bool is_done() const { return wait_ended != 0 || failed != 0; }
   bool is_awaited() const { return wait_began != 0 && !is_done(); }
@@ -47,7 +47,7 @@ struct ComputeSpan {
 /// Bytes of each of kMemoryKinds.
 using BytesByKind = std::array<std::int64_t, kMemoryKinds.size()>;
 
-/// What the engine holds from a moment on.
+/// The memory that the engine holds from a moment on.
 struct MemoryMoment {
   std::int64_t time = 0;
   BytesByKind held = {};
@@ -66,14 +66,14 @@ struct StepSpan {
   bool is_whole = false;            ///< Its last backward has ended.
   std::int64_t sent_before = 0;     ///< Bytes that the rank had sent when the step began.
   std::int64_t read_before = 0;     ///< The part of them that peers had read from its memory.
-  std::int64_t sent = -1;           ///< Bytes that the rank has sent in the step; -1: not known, as no other step has begun since.
+  std::int64_t sent = -1;           ///< Bytes that the rank has sent in the step; -1: unknown, because no other step has begun since.
   std::int64_t read_by_peers = -1;  ///< The part of them that peers have read from its memory.
   std::int64_t peak = 0;            ///< Bytes of all kinds.
   std::uint32_t peak_unit = 0;
   BytesByKind peaks = {};  ///< Of each kind.
 };
 
-/// What one engine did. The last step and the last span of `compute` have no end.
+/// The history of one engine. The last step and the last span of `compute` have no end.
 struct EngineReplay {
   std::vector<StepSpan> steps;
   std::vector<ComputeSpan> compute;  ///< Each begins when the one before it ends.
@@ -87,7 +87,7 @@ struct EngineReplay {
   std::int64_t time_in(Activity::Kind kind, std::int64_t began, std::int64_t ended) const;
 };
 
-/// What a rank has failed with first: a collective, or the exception that has ended it.
+/// The first failure of a rank: a collective, or the exception that has ended it.
 struct FirstFailure {
   std::int64_t time = 0;
   std::uint32_t text = 0;           ///< Of the error.
@@ -100,16 +100,17 @@ struct RankReplay {
 
   /// The number of the last call in a row; 0: there is none.
   std::uint64_t last_call(std::uint32_t row) const;
-  /// The collective of a row for which it waits; of several, the one for which it began to wait last. Null if there is none.
+  /// Returns the collective of a row for which it waits; if there are several, the one for which it began to wait last. Null if there is
+  /// none.
   const Collective* awaited(std::uint32_t row) const;
 
   std::map<CollectiveKey, Collective> collectives;  ///< Each as the engine sees it that has its unit.
   std::vector<EngineReplay> engines;                ///< At least one; the one that counts most comes first.
   std::vector<CollectiveKey> open_waits;            ///< The collectives for which it waits, in the order in which these waits began.
-  Activity position;                                ///< Where its computation is, of whichever engine.
-  std::optional<FirstFailure> first_failure;        ///< From which it has not gone on.
+  Activity position;                                ///< Where its computation is, in any engine.
+  std::optional<FirstFailure> first_failure;        ///< A failure after which it has not continued.
   std::optional<EndKind> end;
-  std::uint32_t end_text = 0;  ///< Of the exception, if it has ended by one.
+  std::uint32_t end_text = 0;  ///< The text of the exception, if one has ended it.
   std::int64_t last_event = 0;
   std::int64_t last_move = 0;  ///< When its computation moved last: into a unit, or to another pass; or when it made its last call.
 };

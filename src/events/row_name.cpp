@@ -6,7 +6,7 @@
 namespace fsdp::events {
 namespace {
 
-constexpr std::int64_t kMostRanks = 1 << 20;  // A damaged file may say anything.
+constexpr std::int64_t kMostRanks = 1 << 20;  // A damaged file may contain any number.
 
 /// Reads a number at the beginning of the text, and removes it.
 bool take_number(std::string_view& text, std::int64_t& number) {

@@ -18,26 +18,26 @@
 
 namespace fsdp::weights {
 
-/// The factors of products that are added to tensors when these are packed: LoRA's adapters. Ranks have parts of the factors as of any
-/// tensor. They are gathered whole, which costs little because they are thin, and each rank computes what belongs to its own part of the
-/// tensor. Not thread-safe.
+/// The factors of products that are added to tensors when these are packed: LoRA's adapters. Ranks have parts of the factors, as of any
+/// tensor. Complete factors are gathered, which costs little because they are thin, and each rank computes the product for its own part of
+/// the tensor. Not thread-safe.
 class Adapters {
  public:
   Adapters() = default;
-  /// `mesh`: on its device, they are gathered, and products are computed. Collective over the ranks of the factors. Throws CommError.
+  /// Factors are gathered, and products computed, on the device of `mesh`. Collective over the ranks of the factors. Throws CommError.
   Adapters(std::vector<Entry> factors, const DeviceMesh& mesh);
 
-  /// Takes memory for the factors of `entries`, and puts this rank's parts there. Returns the bytes that are in use until release(), those
-  /// of merge() with them.
+  /// Allocates memory for the factors of `entries`, and copies this rank's parts there. Returns the bytes that are in use until release(),
+  /// including those of merge().
   std::int64_t hold(std::span<const Entry* const> entries);
-  /// Brings the other ranks' parts of what is held. Collective over the ranks of the factors. Throws CommError.
+  /// Gathers the other ranks' parts of these factors. Collective over the ranks of the factors. Throws CommError.
   void gather(const comm::Label& label);
-  /// Puts what has come in order, before it is used.
+  /// Arranges the data that have arrived, before they are used.
   void put_in_order();
-  /// Writes this rank's part of an entry, with what is added to it, to `to`: 1-D, of the dtype that travels. Products and sums are computed
+  /// Writes this rank's part of an entry, with its products added, to `to`: 1-D, of the dtype that is sent. Products and sums are computed
   /// in fp32 (fp64, if one of the tensors has it), and the sum is rounded once.
   void merge(const at::Tensor& to, const Entry& entry) const;
-  /// Gives the memory back. Returns what hold() returned.
+  /// Frees the memory. Returns what hold() returned.
   std::int64_t release();
 
  private:
@@ -49,7 +49,7 @@ class Adapters {
   std::vector<Course> courses_;  ///< By factor.
   c10::Device device_ = at::kCPU;
   c10::DataPtr memory_;
-  std::map<std::size_t, at::Tensor> held_;  ///< By factor: the bytes of the whole.
+  std::map<std::size_t, at::Tensor> held_;  ///< By factor: the bytes of the complete factor.
   std::int64_t bytes_ = 0;
 };
 

@@ -18,8 +18,8 @@ struct PlacedBox {
   std::vector<std::int64_t> sizes;
 };
 
-/// How a tensor is put together from the pieces that ranks along further dimensions of the mesh have: those of tensor parallelism, or of
-/// experts. What a unit shards is then this rank's piece.
+/// How a tensor is assembled from the pieces of ranks along further dimensions of the mesh (tensor parallelism, experts). The unit then
+/// shards this rank's piece.
 struct Assembly {
   std::vector<std::shared_ptr<comm::Communicator>> rows;  ///< This rank's along these dimensions, the outermost first.
   std::vector<std::vector<std::int64_t>> shapes;          ///< Of the pieces, by rank: it varies fastest along the last dimension.
@@ -34,13 +34,13 @@ struct Assembly {
 /// How a unit cuts a piece: its elements arrive from one rank after the other, those of each in row-major order.
 struct Cut {
   std::int64_t dim = 0;
-  std::int64_t ranks = 1;  ///< Along another dimension than the first one, they have equal parts.
+  std::int64_t ranks = 1;  ///< Along another dimension than the first one, ranks have equal parts.
 };
 
-/// Puts the elements of `arrived` (1-D), which are those of the pieces, one behind the other, into their places in `whole`. Without an
+/// Copies the elements of `arrived` (1-D), which are those of the pieces one after the other, to their places in `whole`. Without an
 /// assembly, there is one piece, which is the tensor.
 void assemble(const Assembly* assembly, Cut cut, const at::Tensor& arrived, const at::Tensor& whole);
-/// True if there is nothing to do for assemble.
+/// True if assemble has nothing to do.
 bool arrives_in_order(const Assembly* assembly, Cut cut, const std::vector<std::int64_t>& whole);
 /// The places in the flattened tensor `whole` of elements of this rank's piece, of which `places` are those in the flattened piece (int64).
 at::Tensor places_in_whole(const Assembly& assembly, const at::Tensor& places, const std::vector<std::int64_t>& whole);

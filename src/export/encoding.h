@@ -13,7 +13,7 @@
 #include "export/planned_messages.h"
 #include "fsdp/error.h"
 
-// What ranks tell each other, as bytes: numbers, texts, vectors, and structs by their fields. All ranks of a group have one byte order.
+// Encodes messages between ranks as bytes: numbers, texts, vectors, and structs by their fields. All ranks of a group have one byte order.
 namespace fsdp::weights {
 
 /// The fields of a struct, in the order in which they lie in the bytes.
@@ -29,7 +29,7 @@ auto fields_of(std::pair<First, Second>& pair) {
 template <typename Value>
 concept Number = std::integral<Value> || std::is_enum_v<Value>;
 
-/// Appends a value, which stays as it is.
+/// Appends a value.
 template <typename Value>
 void encode(std::string& bytes, Value& value) {
   if constexpr (Number<Value>) {
@@ -55,7 +55,7 @@ inline std::string_view take_bytes(std::string_view& rest, std::size_t size) {
   return taken;
 }
 
-/// Takes a value out of the bytes again. Throws Error at their end.
+/// Reads a value from the bytes. Throws Error at their end.
 template <typename Value>
 void decode(std::string_view& rest, Value& value) {
   if constexpr (Number<Value>) {

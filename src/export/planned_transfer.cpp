@@ -259,7 +259,7 @@ void PlannedTransfer::choose(bool everything, std::chrono::milliseconds timeout)
   }
 }
 
-/// Tells each receiver its counts, and returns those of each sender. Ranks at equal distance exchange theirs at once.
+/// Sends each receiver its counts, and returns those of each sender. Ranks at equal distance exchange theirs at once.
 std::map<int, std::vector<ChangedCount>> PlannedTransfer::tell_counts(const std::map<int, std::vector<ChangedCount>>& told,
                                                                       std::chrono::milliseconds timeout) {
   std::map<int, std::vector<ChangedCount>> heard;

@@ -22,30 +22,31 @@
 
 namespace fsdp::weights {
 
-/// Carries out planned messages, as often as it is asked. Its methods are collective over the peers, and not thread-safe.
+/// Sends and receives planned messages, in any number of runs. Its methods are collective over the peers, and not thread-safe.
 ///
-/// [Note: Two buffers] A rank has memory for two messages at most, beside the tensors that it reads and writes. A message that is one
-/// stretch of memory is sent from there, or received there, without any. While a round is under way, a rank packs what it sends in the next
-/// one, if a buffer is free; and it unpacks what has come while the next round is under way, if that can begin without the buffer. A rank
-/// that only sends, or only receives, or has no need of buffers for one of the two, thus does its copies while messages travel.
+/// [Note: Two buffers] A rank has memory for two messages at most, beside the tensors that it reads and writes. A message that is
+/// contiguous in memory is sent from there, or received there, without a buffer. During a round, a rank packs its message of the next
+/// round, if a buffer is free. It unpacks a received message during the next round, if that round can begin without the buffer. A rank that
+/// only sends, or only receives, or needs no buffers for one of the two, therefore copies while messages are sent.
 ///
-/// [Note: Counted first] With a snapshot, senders first tell receivers how many elements of each box travel, so that both know the sizes of
-/// messages. A sender compares twice, before it counts and as it packs, rather than keep what it has found: it needs memory for one box.
+/// [Note: Counted first] With a snapshot, senders first send how many elements of each box will follow, so that both sides know the sizes
+/// of messages. A sender compares twice, to count and to pack, instead of keeping the result of the comparison. It therefore needs memory
+/// for one box only.
 class PlannedTransfer {
  public:
-  /// Ranks tell each other what they have and want, and each computes the plan. Throws Error on every rank if one of them has a problem, if
-  /// their settings differ, and what plan_transfer throws; CommError if a rank does not come in time.
+  /// Ranks exchange what they have and want, and each computes the plan. Throws Error on every rank if one of them has a problem or if
+  /// their settings differ, and the errors of plan_transfer; CommError if a rank does not call it in time.
   PlannedTransfer(std::shared_ptr<TransferPeers> peers, TransferSide side, const TransferSettings& settings);
 
-  /// Sends the values of now. `held`: as in the side of the plan, with the values of now; `problem`: as there. Throws Error on every rank,
-  /// before anything is sent, if one can't take part; CommError as TransferPlan::run says. `since`, if it is not null: what receivers have,
-  /// on all ranks or none; only what is not the same is sent, and it is made the same.
+  /// Sends the current values. `held`: as in the side of the plan, with the current values; `problem`: as there. Throws Error on every
+  /// rank, before anything is sent, if one can't take part; CommError as TransferPlan::run does. `since`, if it is not null: the values
+  /// that receivers have, on all ranks or none; only differences are sent, and it is updated.
   void run(std::vector<HeldValues> held, std::string problem, std::chrono::milliseconds timeout, SavedWeights* since = nullptr);
 
   const PlannedMessages& plan() const { return plan_; }
   /// The bytes that this rank has sent in the last run.
   std::int64_t travelled_bytes() const { return sent_bytes_; }
-  /// What this rank sends and receives, in this order.
+  /// The boxes that this rank sends and receives, in this order.
   std::vector<TransferMessage> messages() const;
 
  private:
@@ -53,8 +54,8 @@ class PlannedTransfer {
   struct OwnMessage {
     const Message* message = nullptr;  ///< Null if there is none in its round.
     std::size_t first_box = 0;         ///< Its number among the boxes that this rank sends.
-    std::vector<ChangedCount> counts;  ///< By box; empty if all travel whole.
-    std::int64_t bytes = 0;            ///< 0: it does not travel.
+    std::vector<ChangedCount> counts;  ///< By box; empty if all boxes are sent completely.
+    std::int64_t bytes = 0;            ///< 0: it is not sent.
 
     ChangedCount count(std::size_t box) const { return counts.empty() ? kAllOfIt : counts[box]; }
   };
@@ -77,7 +78,7 @@ class PlannedTransfer {
     std::vector<at::Tensor> free_;
     std::int64_t taken_ = 0;
   };
-  /// The memory of a message. `buffer` is not defined where the bytes are the tensor's own.
+  /// The memory of a message. `buffer` is undefined if the bytes are the tensor's own.
   struct Staged {
     at::Tensor bytes;
     at::Tensor buffer;
@@ -90,18 +91,18 @@ class PlannedTransfer {
     std::vector<TransferPeers::Wait> waits;
     std::vector<std::string> peers;  ///< "to rank 3", by message.
   };
-  /// What a target and a box have in common, as a view of the target.
+  /// The intersection of a target and a box, as a view of the target.
   struct Arrival {
     at::Tensor into;
     ckpt::Box common;
   };
 
-  /// What a rank says before it begins.
+  /// The state of a rank, which ranks exchange before they begin.
   struct Said {
     std::string what;
     std::string problem;
     std::string settings;
-    bool knows = false;  ///< What receivers have.
+    bool knows = false;  ///< Whether it knows the values that receivers have.
 
     friend auto fields_of(Said& said) { return std::tie(said.what, said.problem, said.settings, said.knows); }
   };
@@ -131,7 +132,7 @@ class PlannedTransfer {
   PlannedMessages plan_;
   std::int64_t number_ = 0;                   ///< Of the plan, for errors.
   std::int64_t runs_ = 0;                     ///< That have begun, on all ranks alike.
-  std::vector<HeldBox> signature_;            ///< What this rank had when the plan was made.
+  std::vector<HeldBox> signature_;            ///< The boxes that this rank had when the plan was made.
   std::vector<std::vector<Target>> targets_;  ///< By tensor.
   std::vector<Round> rounds_;
   std::size_t sent_boxes_ = 0;                 ///< The number of boxes that this rank sends.
@@ -139,7 +140,7 @@ class PlannedTransfer {
   std::string id_;                             ///< Of the plan in this process, for snapshots.
   SavedWeights* since_ = nullptr;              ///< While it runs; or null.
   std::vector<std::vector<HeldValues>> held_;  ///< By tensor; while it runs.
-  std::string failure_;                        ///< Of an earlier run, after which no other one is possible.
+  std::string failure_;                        ///< The failure of an earlier run, after which no other run is possible.
 };
 
 }  // namespace fsdp::weights

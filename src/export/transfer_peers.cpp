@@ -82,7 +82,7 @@ std::vector<std::string> TransferPeers::rendezvous_at(std::int64_t number, const
   return texts;
 }
 
-/// The last rank that leaves tells the first one.
+/// The last rank that leaves notifies the first one.
 void TransferPeers::leave(std::int64_t number, std::chrono::milliseconds timeout) {
   const auto gone = key(number, "all have left");
   if (store_->add(key(number, "left"), 1) == size()) store_->set(gone, bytes_of(kAllHaveCome));

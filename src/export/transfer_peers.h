@@ -16,15 +16,15 @@ namespace fsdp::weights {
 
 /// A message between this rank and another one, and its memory: contiguous bytes on the device of the group.
 struct PostedMessage {
-  bool sends = false;  ///< From this rank; else to it.
+  bool sends = false;  ///< True: from this rank; false: to it.
   int peer = 0;
   at::Tensor bytes;
 };
 
-/// The ranks of a transfer, as one of them reaches the others. Not thread-safe.
+/// Connects this rank with the other ranks of a transfer. Not thread-safe.
 class TransferPeers {
  public:
-  /// Waits for something that has been posted. Throws std::runtime_error if it does not end in time, or can't.
+  /// Waits for messages that were posted. Throws std::runtime_error if they do not complete in time, or can't.
   using Wait = std::function<void(std::chrono::milliseconds timeout)>;
 
   /// `group`, `store`: null for a group of one rank. `device`: where the memory of messages must lie.
@@ -36,13 +36,13 @@ class TransferPeers {
   int size() const { return group_ == nullptr ? 1 : group_->getSize(); }
   c10::Device device() const { return device_; }
 
-  /// Returns each rank's text, once all ranks have come. Every rank calls it. It goes through the store, because a collective does not name
-  /// a rank for which it has waited too long (and Gloo then closes the connections of all ranks). Rank 0, which serves the store of most
-  /// groups, returns last, so that it may end then. Throws CommError on all ranks that come, if a rank did not in this time, with its
-  /// number; or if the store is gone.
+  /// Returns each rank's text after all ranks have called it. It uses the store, because a collective does not name a rank for which it has
+  /// waited too long (and Gloo then closes the connections of all ranks). Rank 0, which serves the store of most groups, returns last, so
+  /// that it may end then. Throws CommError on all ranks that have called it, if another rank has not called it in time, with its number;
+  /// or if the store has ended.
   ///
-  /// [Note: One verdict] A rank for which others have waited too long may come at that very moment. So each rank proposes what it has seen,
-  /// and the store keeps the first proposal, which all ranks take.
+  /// [Note: One verdict] A rank for which others have waited too long may arrive at that very moment. Therefore each rank proposes its
+  /// view, and the store keeps the first proposal, which all ranks use.
   std::vector<std::string> rendezvous(const std::string& text, std::chrono::milliseconds timeout);
   /// The number of calls of rendezvous(), which is the same on all ranks.
   std::int64_t rendezvous_count() const { return count_; }

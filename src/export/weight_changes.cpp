@@ -266,7 +266,7 @@ void WeightStream::keep_changes(const FullWeightsOptions& options) {
   }
 }
 
-/// Tells the ranks how many elements have changed. `changed`: in this rank's shards, by entry.
+/// Exchanges how many elements have changed. `changed`: in this rank's shards, by entry.
 Counts WeightStream::exchange(const std::vector<Entry>& entries, const std::vector<std::int64_t>& changed) {
   Counts counts{.of_pieces = std::vector<std::vector<std::int64_t>>(entries.size()),
                 .of_ranks = std::vector<std::vector<std::int64_t>>(entries.size()),

@@ -15,16 +15,16 @@
 
 namespace fsdp::weights {
 
-/// As many bytes as a place for so many takes in buffers.
+/// Returns the size of a place for this many bytes in buffers.
 inline std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlignment - 1) / layout::kAlignment * layout::kAlignment; }
 
-/// Says of an entry that it is a part of a tensor's change: its positions, or its values, which are the next entry. Ranks have any number
-/// of them, and a rank's pieces follow one another.
+/// Marks an entry as a part of a tensor's change: its positions, or its values, which are the next entry. Ranks have any number of them,
+/// and a rank's pieces follow one another.
 struct Changed {
   std::vector<std::int64_t> shape;  ///< Of the tensor.
-  /// How many the pieces of the unit have; where a rank owns several, the first of them has all. Empty if the tensor is not cut.
+  /// The numbers of the unit's pieces; if a rank owns several pieces, the first of them has all. Empty if the tensor is not cut.
   std::vector<std::int64_t> numel_of_piece;
-  std::vector<std::int64_t> numel_of_rank;  ///< How many the ranks of the assembly have; empty without one.
+  std::vector<std::int64_t> numel_of_rank;  ///< The numbers of the assembly's ranks; empty without an assembly.
   std::int64_t largest_numel = 0;           ///< The most that a rank receives.
   bool is_positions = false;
 };
@@ -37,18 +37,19 @@ struct Product {
   bool transposed = false;  ///< The tensor is [columns, rows].
 };
 
-/// A tensor of a model's state, and what this rank has of it.
+/// A tensor of a model's state, and this rank's part of it.
 struct Entry {
-  std::vector<std::string> names;      ///< Several if it is tied: it then travels once.
+  std::vector<std::string> names;      ///< Several if it is tied: it is then sent once.
   std::vector<std::int64_t> shape;     ///< Of the whole tensor.
   at::Tensor own;                      ///< With any strides, if `unit` is null.
-  const engine::Unit* unit = nullptr;  ///< The tensor's unit. Null, or without shards: `own` is all of what would be cut.
+  const engine::Unit* unit = nullptr;  ///< The tensor's unit. If it is null or has no shards, `own` is complete.
   std::size_t parameter = 0;           ///< Its index in the unit.
   std::int64_t cut = 0;                ///< The dimension that the unit cuts. Ranks have slices along it, each in row-major order.
-  std::shared_ptr<const Assembly> assembly = {};  ///< If the tensor is cut over further dimensions of the mesh: the unit cuts a piece.
+  std::shared_ptr<const Assembly> assembly =
+      {};  ///< Set if the tensor is cut over further dimensions of the mesh: the unit then cuts a piece.
   std::optional<Changed> changed = {};
   std::vector<Product> added = {};  ///< Not in `own`. The tensor has two dimensions then.
-  bool as_is = false;               ///< It is never converted: its elements are codes, also where their dtype is one of numbers.
+  bool as_is = false;               ///< It is never converted: its elements are codes, even if their dtype is one of numbers.
   /// The version counter of a tensor that wraps `own` (a DTensor), whose operators count there; without one, null.
   c10::VariableVersion wrapper = c10::VariableVersion(c10::VariableVersion::DISABLED);
 
@@ -56,12 +57,12 @@ struct Entry {
   bool is_cut_by_unit() const { return unit != nullptr && !unit->replicated_optimizer(); }
   /// True if ranks have parts of it.
   bool is_cut() const { return is_cut_by_unit() || assembly != nullptr; }
-  /// The shape of what the unit cuts.
+  /// The shape of the tensor or piece that the unit cuts.
   const std::vector<std::int64_t>& shape_in_unit() const { return assembly != nullptr ? assembly->shapes[assembly->rank()] : shape; }
   Cut cut_by_unit() const { return {.dim = cut, .ranks = is_cut_by_unit() ? unit->communicators.gather->size() : 1}; }
 };
 
-/// The dtype in which an entry travels: floating-point numbers are converted to `dtype`, codes are not.
+/// The dtype in which an entry is sent: floating-point numbers are converted to `dtype`, codes are not.
 at::ScalarType travelling_dtype(const Entry& entry, std::optional<at::ScalarType> dtype);
 /// True for dtypes of which an element is one floating-point number.
 bool is_converted(at::ScalarType dtype);

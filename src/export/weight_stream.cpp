@@ -112,7 +112,7 @@ WeightStream::~WeightStream() {
   try {
     close();
   } catch (const std::exception&) {
-    // Nothing more is asked of this stream. If a collective has failed, later ones tell.
+    // The stream is no longer used. If a collective has failed, later ones throw.
   }
 }
 
@@ -201,7 +201,7 @@ WeightStream::Place WeightStream::place(std::size_t i, Course course, at::Scalar
   return place;
 }
 
-/// Starts the gather of the next bucket. Behind the last one, the ranks only tell each other that they go on.
+/// Starts the gather of the next bucket. After the last one, the ranks only exchange that they continue.
 void WeightStream::start() {
   if (next_ == buckets_.size()) {
     if (!buckets_.empty()) go_on(buckets_.back(), [] {});
@@ -233,8 +233,8 @@ void WeightStream::start() {
   gather(ahead_);
 }
 
-/// Does `work`, which asks nothing of other ranks, and tells them that this rank goes on. Throws on every rank if it fails on one, if
-/// one has stopped, or if one has written the weights.
+/// Does `work`, which needs no other ranks, and reports to them that this rank continues. Throws on every rank if it fails on one, if one
+/// has stopped, or if one has written the weights.
 void WeightStream::go_on(const BucketPlan& bucket, const std::function<void()>& work) const {
   std::exception_ptr failure;
   try {
@@ -292,8 +292,8 @@ void WeightStream::detach(Buffer& buffer) {
   buffer.bytes = at::Tensor();
 }
 
-/// True if this rank's part is gathered from where it lies: whoever copies other ranks' parts to their places copies this one, too. (On
-/// devices, copies of a whole bucket are one launch.)
+/// True if this rank's part is gathered from where it lies: the code that copies other ranks' parts to their places copies this one, too.
+/// (On devices, copies of a whole bucket are one launch.)
 bool WeightStream::is_gathered_straight(const Place& place) const {
   const auto& entry = entries_[place.entry];
   return place.route != nullptr && entry.added.empty() && entry.own.scalar_type() == place.dtype && entry.own.is_contiguous() &&
@@ -432,7 +432,7 @@ void WeightStream::close() {
   engines_.front()->main().exclusively([&] { end(); });
 }
 
-/// Under the lock of an engine. Returns what the user is told if a use of the model ends the stream.
+/// Under the lock of an engine. Returns the text of the error if a use of the model ends the stream.
 std::string WeightStream::end() {
   const auto text = "full_weights was left open before bucket " + std::to_string(std::min(next_ + 1, buckets_.size())) + " of " +
                     std::to_string(buckets_.size()) + " when the model was used; take all buckets, or close it, first";
@@ -440,7 +440,7 @@ std::string WeightStream::end() {
   return text;
 }
 
-/// Lets go of all, and tells the others when they come to their next bucket.
+/// Releases everything, and reports the end to the other ranks when they request their next bucket.
 void WeightStream::stop(Says says) {
   const bool others_come = next_ <= buckets_.size();
   forget(StreamState::kClosed);

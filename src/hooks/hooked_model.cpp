@@ -107,7 +107,7 @@ void HookedModel::prepare_unshard(HookedUnit& unit) {
 }
 
 /// Returns true if there is a sign that this model's main parameters were written since the last call. All copies and graphs are then
-/// stale, which the caller says.
+/// stale; the caller marks them.
 bool HookedModel::were_written() {
   bool written = false;
   for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;

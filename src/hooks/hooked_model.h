@@ -17,7 +17,7 @@
 
 namespace fsdp::hooks {
 
-/// Whether a backward may follow the last root forward. It does not depend on anything that one rank alone does, such as keeping an output.
+/// Whether a backward may follow the last root forward. It does not depend on actions of a single rank, such as keeping an output.
 ///   any -> kDone           a root forward without grad mode begins, or a backward
 ///   any -> kNoGraph        a root forward in grad mode begins
 ///   kNoGraph -> kGraph     a unit's output has a gradient
@@ -82,14 +82,14 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// One gradient of this rank.
   void gradient(HookedUnit& unit, std::size_t i, const at::Tensor& gradient);
 
-  /// The positions of units to which the last backward gave gradients, though it has neither entered them nor repeated their forward. Asked
-  /// for once, at the end of each backward.
+  /// Returns the positions of units to which the last backward gave gradients, although it has neither entered them nor repeated their
+  /// forward. Called once, at the end of each backward.
   std::vector<std::size_t> take_missed();
-  /// The positions of units whose parameters an optimizer has stepped between the forward and the last backward.
+  /// Returns the positions of units whose parameters an optimizer has stepped between the forward and the last backward.
   std::vector<std::size_t> take_stale();
 
-  /// In the order in which they were added. They stay as long as the model, which a graph may keep alive longer than the front end does.
-  /// They must not keep the model alive.
+  /// The units in the order in which they were added. They exist as long as the model, which a graph may keep alive longer than the front
+  /// end does. They must not keep the model alive.
   const std::vector<std::shared_ptr<HookedUnit>>& units() const { return units_; }
   /// The front end has warned that writes to unsharded parameters were lost, which it does once for each model.
   bool warned_of_lost_writes = false;

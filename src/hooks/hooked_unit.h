@@ -16,7 +16,7 @@ namespace fsdp::hooks {
 
 class HookedModel;
 
-/// One parameter of a unit, as a front end gives it.
+/// One parameter of a unit, as a front end passes it.
 struct ParameterSpec {
   std::string name;
   std::vector<std::int64_t> shape;  ///< The shape that a module on one rank would have.
@@ -27,7 +27,7 @@ struct ParameterSpec {
   /// UnitSpec::param_dtype for this parameter alone.
   std::optional<at::ScalarType> param_dtype = {};
   /// The dtype of the gradient that its shard gets. If the unit has no reduce_dtype, the gradient is also sent in this dtype. Without a
-  /// value, both dtypes follow from the unit's options.
+  /// value, the unit's options determine both dtypes.
   std::optional<at::ScalarType> grad_dtype = {};
   /// If not 0, it is gathered in float8, with a scale for each block of this many elements. This requires that it is cut along the first
   /// dimension, and that each row is a whole number of blocks.
@@ -47,14 +47,13 @@ struct UnitSpec {
   bool rounds_gradients = true;  ///< Whether sums of gradients, which are made in fp32, are rounded to reduce_dtype, as FSDP2's are.
 };
 
-/// A unit whose users see their parameters in two forms: *shards*, tensors of this rank's rows over the main parameters, and *whole* ones
-/// over the gathered memory. It is made before its model's engine, which takes the unit in when the first forward shows which module is the
-/// root.
+/// A unit whose parameters have two forms: *shards*, tensors of this rank's rows over the main parameters, and *unsharded* tensors over the
+/// gathered memory. It is made before its model's engine, to which it is added when the first forward determines the root.
 ///
 /// Each parameter has a sub-buffer of its own with row granularity, so that a gathered one is contiguous and its padding lies behind it.
 class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
  public:
-  /// Collective over the mesh, where communicators of their own are asked for.
+  /// Collective over the mesh, if it makes communicators of its own.
   explicit HookedUnit(UnitSpec spec);
   virtual ~HookedUnit() = default;
   HookedUnit(const HookedUnit&) = delete;
@@ -64,45 +63,47 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
   engine::Unit& unit() { return *unit_; }
   const engine::Unit& unit() const { return *unit_; }
 
-  /// How errors and profiles name the unit and its parameters: fully qualified, once the root is known. The same on all ranks. Not while
-  /// something is under way.
+  /// Sets the names of the unit and its parameters in errors and profiles: fully qualified, after the root is known, and the same on all
+  /// ranks. Do not call it while a collective is under way.
   void rename(std::string name, std::vector<std::string> parameters);
-  /// Other communicators over the same ranks. Not while something is under way.
+  /// Sets other communicators over the same ranks. Do not call it while a collective is under way.
   void set_mesh(const DeviceMesh& mesh);
-  /// Reductions get a process group of their own, or share that of gathers again. Collective over the mesh.
+  /// Gives reductions a process group of their own, or the one of gathers again. Collective over the mesh.
   void set_separate_reduce_group(bool separate);
 
   /// Gathers the extended parameters from now on.
   void set_extension(std::shared_ptr<engine::GatherExtension> extension) { unit_->whole.extension = std::move(extension); }
 
-  /// From now on no copy stays on the post-forward mesh. Not while there is one.
+  /// From now on no copy stays on the post-forward mesh. Do not call it while there is one.
   void drop_post_forward_mesh();
   /// See engine::UnitOptions::fixed_addresses.
   void set_fixed_addresses(bool fixed);
 
-  /// Rows, or slices along shard_dim, that this rank owns of parameter i.
+  /// Returns the number of rows, or slices along shard_dim, of parameter i that this rank owns.
   std::vector<std::int64_t> shard_shape(std::size_t i) const;
-  /// Gives the main parameters memory, set to zero.
+  /// Allocates the main parameters, set to zero.
   void allocate();
   bool allocated() const { return !shards_.empty() || spec_.parameters.empty(); }
   /// This rank's part of parameter i, over the main parameters; the memory lives as long as the tensor. Always the same tensor. Needs
   /// allocate(). Undefined for an extended parameter.
   const at::Tensor& shard(std::size_t i) const;
-  /// Shards may have other memory than the main parameters: it can be exchanged below a tensor, for all that view it (share_memory_(), a
-  /// queue of torch.multiprocessing). What such shards hold is copied to the main parameters. True if some got other memory since the last
-  /// call.
+  /// Shards may have other memory than the main parameters, because the memory of a storage can be exchanged (share_memory_(), a queue of
+  /// torch.multiprocessing). The values of such shards are copied to the main parameters. Returns true if a shard got other memory since
+  /// the last call.
   bool take_exchanged_memory();
-  /// Parameter i is tied to one of another unit: from now on it has that one's `shard`, which take_exchanged_memory() copies to the main
-  /// parameters. An undefined tensor ends that. Needs allocate().
+  /// Ties parameter i to one of another unit: from now on it has that parameter's `shard`, which take_exchanged_memory() copies to the main
+  /// parameters. An undefined tensor ends the tie. Needs allocate().
   void tie(std::size_t i, const at::Tensor& shard);
-  /// Parameter i as it is computed with, over memory that comes and goes: not to be read before the unit has been gathered.
+  /// Returns the unsharded parameter i. Its memory exists only while the unit is gathered.
   at::Tensor whole(std::size_t i) const;
-  /// Returns this rank's part of parameter i on the post-forward mesh, in the given shape, over memory that comes and goes. The parts are
-  /// equal and in the order of the elements.
+  /// Returns this rank's part of parameter i on the post-forward mesh, in the given shape. Its memory exists only while there is a copy.
+  /// The parts are equal and in the order of the elements.
   at::Tensor post_forward_shard(std::size_t i, const std::vector<std::int64_t>& shape) const;
-  /// The tensor that modules show as the unsharded parameter i, and autograd accumulates into: over the memory of whole(i).
+  /// The tensor that is registered on modules as the unsharded parameter i, and into which autograd accumulates: over the memory of
+  /// whole(i).
   void set_leaf(std::size_t i, const at::Tensor& leaf);
-  /// A tensor of parameter i's whole shape in the order of its elements in the unit's memory: what the engine takes for a gradient.
+  /// Returns a tensor of parameter i's unsharded shape in the order of its elements in the unit's memory, which the engine takes as a
+  /// gradient.
   at::Tensor as_stored(std::size_t i, const at::Tensor& whole) const;
   /// Returns the gradient of parameter i among those that MainParameters::take_gradients returned, in the shape of its shard. It shares
   /// their memory.
@@ -115,7 +116,7 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
   /// held then, and the unit's own gather has not begun.
   void gather_now(const std::vector<std::pair<at::Tensor, at::Tensor>>& given, bool outer) const;
 
-  /// Called on any thread when backward has entered the unit: modules get the unsharded parameters.
+  /// Called on any thread when backward has entered the unit: registers the unsharded parameters on the modules.
   virtual void entered_by_backward() {}
 
   /// False if backward does not need the values of the parameters.
@@ -123,7 +124,7 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
 
   /// The running backward has entered the unit, or repeated its forward.
   bool entered_in_backward = false;
-  /// The running backward gave it a gradient. That may come before backward enters it: an operator outside of its modules used a weight.
+  /// The running backward gave it a gradient. This may be before backward enters it, if an operator outside of its modules used a weight.
   bool got_gradient_in_backward = false;
 
   /// The number of steps of optimizers that have parameters of this unit.
@@ -133,11 +134,11 @@ class HookedUnit : public std::enable_shared_from_this<HookedUnit> {
 
   /// The model that has the unit; null if none has. It is not kept alive.
   std::shared_ptr<HookedModel> model() const { return model_.lock(); }
-  /// The same. Throws Error if no model has it.
+  /// Returns the model. Throws Error if no model has it.
   std::shared_ptr<HookedModel> require_model() const;
-  /// A model takes the unit.
+  /// Called when a model adds the unit.
   std::unique_ptr<engine::Unit> release(std::weak_ptr<HookedModel> to);
-  /// The model has given it back.
+  /// Called when the model has released it.
   void take_back(std::unique_ptr<engine::Unit> unit);
 
  private:

@@ -25,12 +25,12 @@ enum class Kind : std::uint8_t {
 const char* allocation_range(Kind kind);
 
 /// Counts live and peak bytes by kind, and those of the pool behind the slots. Every allocation and release of the engine's memory is
-/// entered here; nothing is estimated. Not thread-safe: the engine serializes.
+/// counted here; nothing is estimated. Not thread-safe: the engine serializes.
 class Accounting {
  public:
   void add(Kind kind, std::int64_t bytes);
   void remove(Kind kind, std::int64_t bytes);
-  /// The same for bytes within a block of the pool.
+  /// Count bytes within a block of the pool.
   void lend(Kind kind, std::int64_t bytes);
   void take_back(Kind kind, std::int64_t bytes);
   /// `shared`: peers of this host may map these bytes.
@@ -41,10 +41,10 @@ class Accounting {
   /// The bytes that are held now: of all kinds that count for the total, and of one kind.
   std::int64_t live() const { return total_.live; }
   std::int64_t live(Kind kind) const { return by_kind_[static_cast<std::size_t>(kind)].live; }
-  /// Peaks start again from what is live now.
+  /// Peaks start again from the bytes that are live now.
   void reset_peaks();
 
-  /// The bytes that are held from the allocators of the device now: as the total, with the pool's blocks in place of what is lent.
+  /// The bytes that are held from the allocators of the device now: as the total, with the pool's blocks instead of lent bytes.
   std::int64_t held() const { return total_.live - lent_ + pool_.live; }
   /// Calls `grew` whenever held() may have grown, from now on. For plans; it must not use the engine.
   void watch(std::function<void()> grew) { grew_ = std::move(grew); }

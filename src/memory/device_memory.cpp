@@ -24,7 +24,7 @@ constexpr std::int64_t kSharedBytes = std::int64_t{64} << 10;
 struct Mapping {
   void* data;
   std::size_t bytes;
-  bool reported;  ///< Whether torch's memory profiler was told of it.
+  bool reported;  ///< Whether it was reported to torch's memory profiler.
 };
 
 void report(void* data, std::int64_t change) {
@@ -56,7 +56,7 @@ at::Tensor over(c10::DataPtr memory, std::int64_t bytes) {
   return at::empty({0}, at::TensorOptions().dtype(at::kByte)).set_(c10::Storage(std::move(storage)), 0, {bytes}, {1});
 }
 
-/// A block without bytes. It has an address nevertheless, which tells it from no block.
+/// A block without bytes. It has an address nevertheless, which distinguishes it from no block.
 c10::DataPtr without_bytes(c10::Device device) {
   static char somewhere = 0;
   return {&somewhere, device};

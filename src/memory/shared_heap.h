@@ -19,9 +19,9 @@ namespace fsdp::memory {
 /// Thread-safe.
 class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
  public:
-  /// Returns this process's heap, which is made if there is none. Throws Error, which says what the system refuses.
+  /// Returns this process's heap, which is made if there is none. Throws Error, which names the call that the system refuses.
   static std::shared_ptr<SharedHeap> open();
-  /// Returns this process's heap, or null if nothing holds one.
+  /// Returns this process's heap, or null if there is none.
   static std::shared_ptr<SharedHeap> opened();
 
   ~SharedHeap();
@@ -42,7 +42,7 @@ class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
   bool is_own() const;
   /// The descriptor of the file in this process.
   int fd() const { return fd_; }
-  /// The size of the file in bytes, which limits what blocks can take together. Only blocks have pages of memory.
+  /// The size of the file in bytes, which limits the total size of blocks. Only blocks have pages of memory.
   std::int64_t size() const { return size_; }
   /// The first page of the file, which is zero at first. It is for the code that opened the heap; other processes read it at the beginning
   /// of the file.

@@ -29,7 +29,7 @@ struct PoolBlock {
 };
 
 /// For tests: whether blocks, of all pools on the CPU, are filled with NaN (of every floating-point dtype) when they are lent and when they
-/// come back, so that tests notice results that were computed from memory which was not written, or was freed.
+/// come back, so that tests detect results that were computed from unwritten or freed memory.
 void fill_slots_with_nan(bool fill);
 
 /// A lent block of device memory; returns to its pool when destroyed. Its bytes are not initialised.
@@ -65,15 +65,15 @@ class Slot {
 /// sequence of requests in each step therefore allocates nothing from some early step on.
 ///
 /// When two steps in a row have made the same requests, the steps after them follow a plan (plan_slots), if that needs less memory than the
-/// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: what
-/// follows is served as without one. The next step follows the plan again; a plan that two steps in a row have left is dropped.
+/// pool holds. A request that the plan did not foresee (a validation pass, another order of layers) ends it until the step's end: later
+/// requests are served as without a plan. The next step follows the plan again. A plan that two steps in a row did not follow is dropped.
 ///
 /// On a GPU, a block goes back to the allocator as soon as it is free, unless a graph uses it or it comes from a source: the caching
 /// allocator can provide such blocks again at once, and gives them to activations meanwhile.
 ///
 /// On a GPU reuse needs no further synchronization: every use of a block is ordered on the stream that computes, because c10d's collectives
-/// start after what that stream holds at their call, and waiting for one orders the stream behind it. A block that goes back to the
-/// allocator is recorded on that stream, where it was allocated on another one.
+/// start after the work that this stream has at their call, and waiting for one orders the stream behind it. A block that goes back to the
+/// allocator is recorded on that stream if it was allocated on another one.
 ///
 /// A captured graph uses the blocks that were lent during the capture at each replay. They also serve later requests, but go back to the
 /// allocator only with the pool.
@@ -93,8 +93,8 @@ class SlotPool {
   /// Throws torch's out-of-memory error if the allocator has no memory.
   Slot acquire(std::int64_t bytes, Kind kind);
 
-  /// New blocks come from `source`, on the pool's device; without one, from this process (allocate_shareable). Blocks of the source before
-  /// are given back: those that are free now, those that are lent when they come back.
+  /// New blocks come from `source`, on the pool's device; without one, from this process (allocate_shareable). Blocks of the previous
+  /// source are given back: free ones now, lent ones when they return.
   using Source = std::function<c10::DataPtr(std::int64_t bytes)>;
   void set_source(Source source);
   bool has_source() const { return source_ != nullptr; }
