@@ -9,7 +9,7 @@ struct FailureOptions {
   double between_failures = 0;  ///< The average time between failures of any rank: that of one rank divided by the number of ranks.
   double checkpoint = 0;        ///< How long a checkpoint interrupts training.
   double restart = 0;           ///< From a failure to the first step after it.
-  double interval = 0;          ///< Of training between two checkpoints.
+  double interval = 0;          ///< The time of training between two checkpoints.
   double training = 0;          ///< The training to do, without interruptions.
   std::uint64_t seed = 0;       ///< The seed of the random failures.
 };

@@ -29,7 +29,7 @@ struct LaunchOptions {
 /// so this prints an error and returns 1.
 int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options = {});
 
-/// True if a launcher's variables (RANK and WORLD_SIZE, or those of mpirun or srun) say that this process is one of several ranks.
+/// True if a launcher's variables (RANK and WORLD_SIZE, or those of mpirun or srun) show that this process is one of several ranks.
 bool is_launched();
 
 }  // namespace fsdp

@@ -64,8 +64,8 @@ struct MemoryBudget {
 /// unit, and before fully_shard, so that a program needs only one forward(). Any thread may call it at any time.
 bool recomputes(const torch::nn::Module& unit);
 
-/// Returns what a memory budget has chosen for a sharded model, and why: a line for each option. Without a budget, one line says that the
-/// options are unchanged. Not collective. Throws Error if the module is not sharded.
+/// Returns the choice of a memory budget for a sharded model, and the reasons: a line for each option. Without a budget, one line states
+/// that the options are unchanged. Not collective. Throws Error if the module is not sharded.
 std::string explain(const torch::nn::Module& module);
 
 /// Makes the choices of a memory budget again, with measured activations: the bytes that stay from a unit's forward to its backward if it

@@ -12,7 +12,7 @@ namespace fsdp {
 
 /// How fast a collective is over one dimension of a mesh: latency_us, and the time that a rank's bytes take.
 struct LinkRate {
-  double latency_us = 0;   ///< Of each collective.
+  double latency_us = 0;   ///< The latency of each collective.
   double bytes_per_s = 0;  ///< The bytes that a rank sends in a second. 0: sending takes no time.
 };
 

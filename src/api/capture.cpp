@@ -37,8 +37,8 @@ void check(const engine::Engine& engine, const CaptureOptions& options) {
   }
 }
 
-/// Ends the capture of a step that has failed: what it has recorded was never computed. The failure counts, not the device's report to an
-/// end in the middle.
+/// Ends the capture of a step that has failed: what it has recorded was never computed. The reported error is the failure, not the device's
+/// error about the early end.
 void abandon(DeviceGraph& graph, engine::Engine& engine) {
   try {
     graph.end_capture();

@@ -1,4 +1,4 @@
-// What a memory budget chooses for models as Python's fully_shard makes them.
+// The choice of a memory budget for models that Python's fully_shard makes.
 
 #include "plan/budget.h"
 

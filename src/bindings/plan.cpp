@@ -52,7 +52,7 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
                                              .passes = passes,
                                              .activations = activations,
                                              .optimizer_values = optimizer_values,
-                                             .root_stays = false,  // The unit's option says it.
+                                             .root_stays = false,  // The unit's option determines it.
                                              .shard_dim = shard_dim});
   planning::PlannedSteps steps(planned.engine, std::move(passes), planning::Trigger::kHooks, planned.updates());
   steps.set_activations(planning::unit_activations(activations));

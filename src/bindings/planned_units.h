@@ -13,14 +13,14 @@
 #include "plan/planned_step.h"
 #include "torch_python/shown_unit.h"
 
-// What Python says of a model that is planned.
+// Python's description of a planned model.
 namespace fsdp::bindings {
 
 /// A unit of a planned model, with the position of the one around it, and the bytes of its activations.
 using GivenUnit = std::tuple<std::shared_ptr<torch_python::ShownUnit>, std::optional<std::size_t>, std::int64_t>;
 
-/// What happens in forward: "begin", "use" or "end", the unit, whether backward enters the unit when it comes back, and the parameters that
-/// are used here first.
+/// An event of forward: "begin", "use" or "end", the unit, whether backward enters the unit when it comes back, and the parameters that are
+/// used here first.
 using GivenVisit = std::tuple<std::string, std::size_t, bool, std::vector<std::size_t>>;
 
 planning::Passes passes_of(const std::vector<GivenVisit>& visits);

@@ -10,7 +10,7 @@
 
 namespace fsdp::ckpt {
 
-/// What a check has looked at, and all faults that it has found.
+/// The number of checked items, and all faults that were found.
 struct Findings {
   std::int64_t tensors = 0;
   std::int64_t values = 0;          ///< Items that are no tensors.
@@ -23,8 +23,8 @@ struct Findings {
 };
 
 /// Checks a checkpoint of DCP: that the sidecar's files have their sizes and checksums (without a sidecar: that the records have theirs),
-/// that every record is where the metadata say and is of that dtype and shape, and that the boxes of each tensor hold every element exactly
-/// once. Reads all files once. Faults of the files are reported in the result and never thrown.
+/// that every record has the place, dtype and shape in the metadata, and that the boxes of each tensor hold every element exactly once.
+/// Reads all files once. Faults of the files are reported in the result and never thrown.
 Findings check_dcp(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
 
 /// Describes what is wrong with the division of a tensor into boxes: boxes overlap, or leave out elements. Empty if nothing is wrong.

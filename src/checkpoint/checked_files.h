@@ -25,7 +25,7 @@ class BlockMemory {
   std::span<char> passing() { return passing_.bytes(); }
   /// The block, if it is still here; empty otherwise.
   std::span<char> find(const CheckedFile& file, std::size_t index);
-  /// Memory for another block: that of the block whose last use was longest ago. keep() says which block it holds from then on.
+  /// Memory for another block: that of the block whose last use was longest ago. keep() sets the block that it holds from then on.
   std::span<char> oldest();
   void keep(const CheckedFile& file, std::size_t index);
 

@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The number of bytes after which the disk is told to write. By itself, Linux begins when a tenth of the memory is dirty, or at fsync.
+// The number of bytes after which writing to the disk is started. By itself, Linux begins when a tenth of the memory is dirty, or at fsync.
 constexpr std::int64_t kStarted = std::int64_t{8} << 20;
 /// Smaller pieces are joined to writes of this size.
 constexpr std::size_t kJoined = std::size_t{1} << 20;

@@ -14,7 +14,7 @@
 
 namespace fsdp::ckpt {
 
-// How a step (a folder with a checkpoint) gets its name only when it is whole, and on the disk:
+// A step (a folder with a checkpoint) gets its name only when it is complete, and on the disk:
 //
 //   1. begin_step() makes a folder `.tmp-<name>-<random>` beside the target, with an owner file (lease.h). All ranks write their files into
 //      it, each with SummedFile, which syncs it.
@@ -22,9 +22,9 @@ namespace fsdp::ckpt {
 //   3. commit_step() gives the folder its name by one rename and syncs the parent. Where a step of that name is there, the two exchange
 //      names, and the caller removes the old one.
 //
-// A process may end anywhere in between: before the rename, the old step (or none) is there and whole; after it, the new one. Some
-// filesystems cannot exchange names (NFS, some FUSE ones). There the old step becomes `.old-<name>-<random>` first; if the process ends
-// just then, complete_steps() finds it under that name, and prune_steps() gives it its own one back.
+// A process may end at any point: before the rename, the old step (if any) exists and is complete; after it, the new one. Some filesystems
+// cannot exchange names (NFS, some FUSE ones). There the old step becomes `.old-<name>-<random>` first; if the process ends just then,
+// complete_steps() finds it under that name, and prune_steps() gives it its own one back.
 
 /// The sidecar. Python's DCP opens no file that its metadata do not name.
 inline constexpr std::string_view kSidecar = ".fsdp-checksums";
@@ -74,7 +74,7 @@ class SummedFile {
   ListedFile listed_;
   std::string waiting_;
   std::int64_t written_ = 0;
-  std::int64_t started_ = 0;  // bytes that the disk was told to write
+  std::int64_t started_ = 0;  // bytes for which writing to the disk was started
 };
 
 /// A folder that a step is written into. During the lifetime of this object, no process removes the folder as a leftover. The same applies
@@ -107,7 +107,7 @@ std::filesystem::path commit_step(const std::filesystem::path& temporary, const 
 TemporaryStep begin_new(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 void commit_new(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 
-/// What the head of the sidecar says about a file. The checksums are in another part of the sidecar, so that a program which reads a few of
+/// The entry of a file in the head of the sidecar. The checksums are in another part of the sidecar, so that a program which reads a few of
 /// thousands of files reads only their checksums.
 struct SidecarEntry {
   std::string name;

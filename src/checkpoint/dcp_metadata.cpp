@@ -97,7 +97,7 @@ RecordLocation read_location(const PickleValue& value) {
   const PickleValue& state = state_of(value, kStorageInfo);
   const PickleValue& path = state.at("relative_path");
   RecordLocation location{std::string(path.string()), state.at("offset").integer(), state.at("length").integer()};
-  // Nothing outside of the folder is opened because a checkpoint says so.
+  // A checkpoint can't cause files outside of the folder to be opened.
   if (location.file.empty() || location.file == "." || location.file == ".." ||
       location.file.find_first_of(std::string_view("/\\\0", 3)) != std::string::npos) {
     path.throw_unexpected("the name of a file in the checkpoint's folder");

@@ -12,7 +12,7 @@
 
 namespace fsdp::ckpt {
 
-/// The file of a DCP folder that says what is in it and where.
+/// The file of a DCP folder that lists its contents and their places.
 inline constexpr std::string_view kMetadataFile = ".metadata";
 /// The largest accepted size of that file, bytes. A larger one is taken for a mistake.
 inline constexpr std::int64_t kMostMetadata = std::int64_t{1} << 32;

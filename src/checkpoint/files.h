@@ -15,7 +15,7 @@
 
 namespace fsdp::ckpt {
 
-/// The system refused a call. Only if is_missing() is true does it say that the file does not exist; otherwise the file may exist.
+/// The system refused a call. If is_missing() is true, the file does not exist; otherwise it may exist.
 class SystemError : public Error {
  public:
   SystemError(const std::string& message, int code) : Error(message), code_(code) {}
@@ -126,7 +126,7 @@ void sync_folder(const std::filesystem::path& path, FileSystem& files = FileSyst
 /// Returns the sorted names in a folder. Throws if the folder cannot be read, for example because it does not exist.
 std::vector<std::string> list_folder(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
 
-/// The file that says which process writes, or has written, a step's folder (lease.h). This library may remove folders that contain it.
+/// The file that names the process that writes, or has written, a step's folder (lease.h). This library may remove folders that contain it.
 inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
 
 /// Removes a file, or a folder with all that it contains, the owner file last. It is no error if nothing exists at the path. Links are

@@ -49,7 +49,7 @@ bool JsonEvents::begin(bool is_object) {
 bool JsonEvents::end() {
   on_end();
   auto& keys = levels_.back();
-  // Not by a hash table: whoever wrote the file could have chosen keys that all collide.
+  // Not by a hash table: a malicious file could have keys that all collide.
   std::sort(keys.begin(), keys.end());
   const auto twice = std::adjacent_find(keys.begin(), keys.end());
   if (twice != keys.end()) fail("the key '" + shown(*twice) + "' is there twice");

@@ -15,7 +15,7 @@ struct LeaseTimes {
       std::chrono::minutes(30);  ///< How long a lease is valid after a renewal. Clocks may differ by half of this time.
 };
 
-/// During its lifetime, the folder's owner file (kOwnerFile) tells other threads, processes and machines that the folder is being written.
+/// During its lifetime, the folder's owner file (kOwnerFile) shows other threads, processes and machines that the folder is being written.
 /// A thread of its own renews the time stamp in the file; failures of a renewal are ignored. Movable.
 class Lease {
  public:

@@ -65,7 +65,7 @@ class PickleValue {
   const PickleValue& arguments() const;
   /// The state of an object; null if it has none.
   const PickleValue* state() const;
-  /// The value of a persistent id. What it stands for, the caller decides.
+  /// The value of a persistent id. The caller decides what it stands for.
   const PickleValue& persistent_id() const;
 
   /// Throws the Error "<file>, byte <position>: expected <expected>, found <this>".

@@ -49,7 +49,7 @@ class HeaderEvents final : public JsonEvents {
   SafetensorsHeader header;
 
  private:
-  /// What a header says of a tensor.
+  /// The entry of a tensor in a header.
   struct Described {
     std::optional<std::string> dtype;
     std::optional<Shape> shape;

@@ -45,7 +45,7 @@ struct SafetensorsHeader {
 /// Reads the header of a file of `size` bytes. It checks that header and data fill the file exactly, that each tensor's data have the size
 /// that dtype and shape ask for and do not overlap, and that all names differ. A tensor whose dtype this library does not know is
 /// unreadable; the others are not affected. Errors begin with `file`. Time and memory grow linearly with the size of the header, which is
-/// at most 100 MB and at most the size of the file, whatever the header says.
+/// at most 100 MB and at most the size of the file, whatever the header contains.
 SafetensorsHeader read_safetensors_header(const ReadAt& read, std::int64_t size, const std::string& file);
 
 /// A file of a model, with what is in it.

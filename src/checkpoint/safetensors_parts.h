@@ -9,13 +9,13 @@
 namespace fsdp::ckpt {
 
 /// torch.distributed.checkpoint writes safetensors, too (HuggingFaceStorageWriter). With save_distributed=True, each rank writes a file
-/// with its parts of tensors. The metadata of the file say where the parts belong. There is no index.
+/// with its parts of tensors. The metadata of the file have the places of the parts. There is no index.
 
 /// How the names of such files begin.
 inline constexpr std::string_view kSafetensorsShard = "shard-";
 
-/// Sets SafetensorsTensor::begin of the tensors of a file, if the file's metadata say that they are parts of larger tensors. Errors begin
-/// with `file`.
+/// Sets SafetensorsTensor::begin of the tensors of a file, if they are parts of larger tensors according to the file's metadata. Errors
+/// begin with `file`.
 void place_boxes(SafetensorsHeader& header, const std::string& file);
 
 /// A tensor of a model, which may be divided among files.

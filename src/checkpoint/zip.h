@@ -14,7 +14,7 @@ namespace fsdp::ckpt {
 /// "archive". The bytes before and after an entry's data do not depend on the data, except for the CRC-32 behind them. Other code can
 /// therefore write the data, elsewhere and later.
 ///
-/// It is used instead of caffe2::serialize's writer, which needs each entry's data at once and in order, does not tell sizes in advance,
+/// It is used instead of caffe2::serialize's writer, which needs each entry's data at once and in order, does not provide sizes in advance,
 /// and spends as long on checksums as on writing. The tests compare with it through torch.load and torch.save.
 class ZipWriter {
  public:
@@ -56,7 +56,7 @@ class ZipReader {
     std::int64_t header = 0;
     std::int64_t size = 0;
     bool is_compressed = false;
-    /// The checksum of the data; nothing if torch was told to write none (torch.serialization.set_crc32_options).
+    /// The checksum of the data; nothing if torch was set to write none (torch.serialization.set_crc32_options).
     std::optional<std::uint32_t> crc32 = {};
   };
 

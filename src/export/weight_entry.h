@@ -22,9 +22,10 @@ inline std::int64_t aligned(std::int64_t bytes) { return (bytes + layout::kAlign
 /// and a rank's pieces follow one another.
 struct Changed {
   std::vector<std::int64_t> shape;  ///< Of the tensor.
-  /// The numbers of the unit's pieces; if a rank owns several pieces, the first of them has all. Empty if the tensor is not cut.
+  /// The numbers of elements in the unit's pieces; if a rank owns several pieces, the first of them has all. Empty if the tensor is not
+  /// cut.
   std::vector<std::int64_t> numel_of_piece;
-  std::vector<std::int64_t> numel_of_rank;  ///< The numbers of the assembly's ranks; empty without an assembly.
+  std::vector<std::int64_t> numel_of_rank;  ///< The numbers of elements of the assembly's ranks; empty without an assembly.
   std::int64_t largest_numel = 0;           ///< The most that a rank receives.
   bool is_positions = false;
 };

@@ -35,7 +35,7 @@ std::unique_ptr<Unit> make_unit(shard::UnitDraft draft, const shard::UnitPlan& p
       std::make_unique<Unit>(shard::shown(plan.name), std::move(draft.parameters), std::move(draft.layout), std::move(draft.formats),
                              shard::unit_options(plan, options, communicators), communicators, c10::Storage(storage));
   storage->unit = unit.get();
-  // A graph or a view may keep the storage longer than the unit exists. The storage is then told that it can't be filled any more.
+  // A graph or a view may keep the storage longer than the unit exists. The storage is then marked, because it can no longer be filled.
   unit->trigger = std::shared_ptr<void>(storage.get(), [](void* pointer) {
     auto* orphan = static_cast<paging::PagedStorage*>(pointer);
     orphan->unit = nullptr;
@@ -130,7 +130,7 @@ FSDPModule fully_shard(torch::nn::Module& module, FullyShardOptions options) {
   const at::NoGradGuard no_grad;
   if (deferred::current_session()) throw Error("fully_shard inside of deferred_init; call it on the result");
   if (!options.mesh.defined()) options.mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
-  // If this rank refuses the model, it tells the other ranks, which would wait for it. Nothing is changed until all ranks agree.
+  // If this rank refuses the model, it notifies the other ranks, which would wait for it. Nothing is changed until all ranks agree.
   shard::ModelDraft draft;
   std::exception_ptr refusal;
   try {

@@ -16,7 +16,7 @@ namespace fsdp::layout {
 /// results), and NCCL takes its fast path. Rows and blocks set their own multiples and can't have this one as well.
 inline constexpr std::int64_t kAlignment = 64;
 
-/// What the layout needs to know of a parameter.
+/// The facts about a parameter that the layout needs.
 struct ParameterTraits {
   std::string name;
   std::vector<std::int64_t> shape;  ///< Any: 0-D, empty (a 0 in the shape), single-row.
@@ -25,7 +25,7 @@ struct ParameterTraits {
   bool trainable = true;            ///< Frozen and trainable parameters never share a sub-buffer.
   Granularity granularity;
   /// An alignment in elements; 0 stands for kAlignment bytes. With element and whole granularity, parameters start and shards end at
-  /// multiples of it. It serves for elements that are also stored in a narrower dtype, or in blocks.
+  /// multiples of it. It is used for elements that are also stored in a narrower dtype, or in blocks.
   std::int64_t alignment = 0;
 };
 

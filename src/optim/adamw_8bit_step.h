@@ -9,7 +9,8 @@
 
 namespace fsdp::optim {
 
-/// A piece of a parameter that is cut between blocks, dense: fp32, bf16 or fp16. On the CPU, or where steps_adamw_8bit_on() says so.
+/// A piece of a parameter that is cut between blocks, dense: fp32, bf16 or fp16. On the CPU, or on a device for which steps_adamw_8bit_on()
+/// returns true.
 struct QuantizedPiece {
   at::Tensor value;
   at::Tensor gradient;

@@ -34,7 +34,7 @@ class DynamicMap {
 
  private:
   // Buckets begin at 2^-23, which is less than half of the least number, and end with the one that begins at 1. They need 6 bits of
-  // mantissa to tell the signed map's numbers apart, 7 for the unsigned map's.
+  // mantissa to distinguish the signed map's numbers, 7 for the unsigned map's.
   static constexpr int kBinades = 23;
   static constexpr std::size_t kBuckets = (kBinades << 7) + 1;
 
@@ -42,7 +42,7 @@ class DynamicMap {
   float values_[256] = {};
   float upper_[256] = {};                   // the largest float that belongs to a code
   std::int32_t lowest_[kBuckets + 1] = {};  // by bucket; negative numbers' buckets come second
-  std::int32_t dropped_;                    // bits of mantissa that a bucket does not tell apart
+  std::int32_t dropped_;                    // bits of mantissa that a bucket does not distinguish
   std::int32_t first_;                      // leading bits of the first bucket
   std::int32_t last_;                       // index of the last bucket
   std::int32_t negative_;                   // where negative numbers' buckets begin; 0 in the unsigned map

@@ -37,7 +37,7 @@ class Algorithm {
  public:
   virtual ~Algorithm() = default;
   virtual void step() = 0;
-  /// Whether a step that is captured as a graph is right in each replay: nothing in it depends on what the host counts.
+  /// Whether a step that is captured as a graph is right in each replay, because nothing in it depends on counts of the host.
   virtual bool can_be_captured() const { return false; }
 
   // The groups of parameters. The first one has the parameters that no ParamGroup matches.
@@ -88,7 +88,7 @@ class BuiltInAlgorithm : public Algorithm {
   std::vector<StateKind> kinds_;
 };
 
-/// Optimizer state, entered in the engine's accounting for as long as it lives.
+/// Optimizer state, which is counted in the engine's accounting as long as it exists.
 class StateMemory {
  public:
   explicit StateMemory(std::shared_ptr<engine::Engine> engine) : engine_(std::move(engine)) {}
@@ -201,14 +201,14 @@ struct Optimizer::State {
   virtual ~State() = default;
 
   virtual void step();
-  /// Tells the engine the settings, which ranks compare, if a learning rate or another setting has changed.
+  /// Passes the settings, which ranks compare, to the engine if a learning rate or another setting has changed.
   void tell_settings();
   /// Without a group, it is the learning rate of the parameters that no group matches. Throws Error if there is no such group.
   double lr(std::optional<std::size_t> group) const;
   void set_lr(std::optional<std::size_t> group, double lr);
   void set_lr_factor(double factor);
   void set_lr_factor(std::size_t group, double factor);
-  /// Call it when settings have changed in another way, so that they are told again.
+  /// Call it when settings have changed in another way, so that they are passed again.
   void settings_changed() { told.reset(); }
   /// Throws Error if a failed load has replaced only a part of the state.
   void refuse_torn() const;
@@ -220,7 +220,7 @@ struct Optimizer::State {
   /// Whether each has a learning rate of its own for the parameters that no group matches. lr() is then that of the first algorithm.
   bool algorithms_differ = false;
   const std::uint64_t number;  ///< The number of the optimizer in this process.
-  /// The learning rate that was told last, and the text of the other settings.
+  /// The learning rate that was passed last, and the text of the other settings.
   std::optional<std::pair<double, std::string>> told;
   /// The names of state whose values failed loads may have replaced.
   std::set<std::string> torn;

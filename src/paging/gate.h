@@ -29,7 +29,7 @@ class Gate {
     const Closed closed(*this);
     body();
   }
-  /// Does the same as alone() followed by enter(), but no other thread can come in between.
+  /// Does the same as alone() followed by enter(), but no other thread can enter in between.
   template <typename Body>
   void enter_after(const Body& body) {
     const Closed closed(*this);

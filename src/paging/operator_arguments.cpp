@@ -64,8 +64,8 @@ bool takes_shape_of_second(std::string_view name, std::string_view overload) {
          (name == "to" && overload == "other");
 }
 
-/// True for operators that update running statistics in training, although their schemas do not say so. (Those of
-/// `_native_batch_norm_legit` and `_batch_norm_with_update` say so.)
+/// True for operators that update running statistics in training, although their schemas do not declare it. (Those of
+/// `_native_batch_norm_legit` and `_batch_norm_with_update` do.)
 bool updates_statistics(std::string_view name) {
   return is_one_of(name, {"batch_norm", "_batch_norm_impl_index", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
                           "instance_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_update_stats"});

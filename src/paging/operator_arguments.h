@@ -12,7 +12,7 @@
 
 namespace fsdp::paging {
 
-/// Says how an operator uses the tensors in one of its arguments.
+/// How an operator uses the tensors in one of its arguments.
 enum class Use : std::uint8_t {
   kShape,  ///< It reads shape, strides, dtype and device only, or returns the tensor itself. The tensors need not be present.
   kRead,
@@ -48,7 +48,7 @@ class OperatorArguments {
   std::vector<Use> uses_;
   bool gives_memory_ = false;
   std::vector<std::size_t>
-      statistics_;  ///< Arguments that the operator writes unless argument `training_` is false, although the schema does not say so.
+      statistics_;  ///< Arguments that the operator writes unless argument `training_` is false, although the schema does not declare it.
   std::optional<std::size_t> training_;
   std::optional<std::size_t> storage_offset_;
 };

@@ -14,7 +14,7 @@ struct PagedModel {
 
   Gate gate;
   /// Called before the first touch, and before the first touch after each backward or change of settings. Throws if the module is no longer
-  /// the one that was sharded, or a memory budget can't be kept any more. May be empty.
+  /// the one that was sharded, or a memory budget can no longer be kept. May be empty.
   std::function<void()> validate;
   std::atomic<bool> validated = false;
   /// Called once, when the first backward has ended. May be empty.

@@ -91,7 +91,7 @@ class Running {
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
-  /// Tells each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
+  /// Notifies each engine of its units: an operator may take parameters of several sharded models (a moving average of weights).
   void enter(const Touched& touched) {
     const auto pass = trigger::current_pass();
     c10::SmallVector<engine::Engine*, 2> engines;

@@ -3,7 +3,7 @@
 #include "engine/engine.h"
 #include "engine/unit.h"
 
-// Warnings, once per model, about things that a program does without effect and might not notice.
+// Warnings, once per model, about calls that have no effect, which a program might not notice.
 namespace fsdp::paging {
 
 /// Warns that the program has called grad() of a parameter, whose gradient is in the shards.

@@ -53,8 +53,8 @@ struct PlannedChoice {
   std::int64_t saved = 0;  ///< By what stays.
 };
 
-/// Goes through the sets that save most under smaller and smaller peaks, until a plan says that one fits; otherwise nothing stays. The sets
-/// are the same for all budgets, so a smaller budget stops at the same one, or later. `with` makes the choice that has a set.
+/// Goes through the sets that save most under smaller and smaller peaks, until a plan shows that one fits; otherwise nothing stays. The
+/// sets are the same for all budgets, so a smaller budget stops at the same one, or later. `with` makes the choice that has a set.
 PlannedChoice choose_what_stays(const Budget& budget, const MayStay& may_stay, PlannedChoice without,
                                 const std::function<Choice(const std::vector<bool>& stays)>& with) {
   auto limit = budget.bytes;

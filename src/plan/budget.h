@@ -8,10 +8,10 @@
 
 #include "plan/planned_step.h"
 
-// What a memory budget chooses: of a model that others make and plan, in any language.
+// The choice of a memory budget, for a model that the caller makes and plans, in any language.
 namespace fsdp::planning {
 
-/// What is open if there is a budget.
+/// The settings that a budget chooses.
 struct Choice {
   int prefetch_depth = 1;
   bool offloads_optimizer_state = false;
@@ -24,11 +24,11 @@ struct Budget {
   Choice given = {};                ///< The options as they were given; nothing is kept or recomputed.
   std::vector<bool> recomputable;   ///< By unit: whether its forward may be repeated.
   bool may_offload = false;         ///< Whether optimizer state may be offloaded that is not.
-  std::string offload_option = {};  ///< What optimizer state is offloaded by, for texts.
+  std::string offload_option = {};  ///< The option that offloads optimizer state, for texts.
   std::string accumulation = {};    ///< How gradients of several backwards add up, for texts; empty if they do not.
   /// Plans steps with these options.
   std::function<Observed(const Choice& choice)> observe;
-  /// Returns, of each number, the largest that any rank has. Collective. Empty: this rank's plan is that of all.
+  /// Returns the largest value of any rank for each number. Collective. Empty: all ranks have this rank's plan.
   std::function<std::vector<std::int64_t>(std::vector<std::int64_t> numbers)> largest = {};
 };
 
@@ -38,20 +38,20 @@ std::string accumulation_text(const Microbatches& microbatches, bool reduced);
 struct Chosen {
   Choice choice;
   bool fits = false;
-  std::int64_t bytes = 0;   ///< The most that the device has to have, with this choice, in any step.
-  std::string moment;       ///< When a later step needs most.
-  std::string explanation;  ///< What was chosen and why, a line each, as explain() gives it.
+  std::int64_t bytes = 0;   ///< The largest number of bytes that the device needs, with this choice, in any step.
+  std::string moment;       ///< The moment at which a later step needs most.
+  std::string explanation;  ///< The choice and its reasons, a line each, as explain() returns it.
 };
 
 /// Chooses the least costly options whose steps stay within the budget: those that were given; otherwise the same with units that
-/// recompute, as few as possible by their elements; otherwise a smaller prefetch depth; otherwise offloaded optimizer state. With these,
-/// the units stay gathered that save most communication. What stays in memory is found by choose_kept, as long as the plan of the choice
-/// confirms that it fits. If nothing fits, `fits` is false, and the choice is the one that needs least.
+/// recompute, as few as possible by their elements; otherwise a smaller prefetch depth; otherwise offloaded optimizer state. With these
+/// settings, the units stay gathered that save most communication. choose_kept finds them, and a plan of each choice confirms that it fits.
+/// If nothing fits, `fits` is false, and the choice is the one that needs least.
 ///
-/// A smaller budget never chooses more memory. All ranks that give the same, or share `largest`, choose alike.
+/// A smaller budget never chooses more memory. All ranks with the same arguments, or with a common `largest`, choose alike.
 Chosen choose(const Budget& budget);
 
-/// Another option that may help if nothing fits, and what the device has to have with it.
+/// Another option that may help if nothing fits, and the bytes that the device needs with it.
 struct Remedy {
   std::string option;  ///< "offload = Offload::kAll"
   std::function<std::int64_t()> bytes;

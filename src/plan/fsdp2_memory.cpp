@@ -10,7 +10,7 @@ namespace {
 
 using engine::Unit;
 
-/// True if FSDP2 can be told to train the unit so.
+/// True if FSDP2 has options to train the unit in this way.
 bool has_counterpart(const Unit& unit) {
   const auto& options = unit.options;
   if (options.placements != Placements::optim_grads_params() || options.outer_sharded_optimizer) return false;
@@ -93,7 +93,7 @@ class FSDP2Step {
     bool present = false;
     bool in_backward = false;          // between its entry and its reduction
     bool reduced = false;              // in this backward
-    bool input_has_gradient = false;   // so that autograd says when backward has left it
+    bool input_has_gradient = false;   // so that autograd notifies FSDP2 when backward has left it
     bool output_has_gradient = false;  // so that backward comes to it
     std::int64_t kept = 0;             // neighbours' copy
     std::int64_t unreduced = 0;        // gradients that autograd has made

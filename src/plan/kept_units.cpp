@@ -7,7 +7,7 @@
 namespace fsdp::planning {
 namespace {
 
-/// Sums that are told apart. More than a step of a real model has: its blocks are of a few sizes.
+/// The number of sums that are distinguished. A step of a real model has fewer, because its blocks have a few sizes.
 constexpr std::size_t kMostSums = 4096;
 
 /// A set of units, each of which encloses the next.

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-// Which units stay gathered between forward and backward: arithmetic alone.
+// Chooses which units stay gathered between forward and backward. Pure arithmetic.
 namespace fsdp::planning {
 
 /// A unit that may stay gathered from forward into backward.
@@ -13,7 +13,7 @@ struct Keepable {
   std::size_t begin = 0;   ///< The first moment of a step at which it takes memory only because it is kept.
   std::size_t end = 0;     ///< The moment after the last one. A unit without such a moment is not kept.
   std::int64_t bytes = 0;  ///< Of its unsharded parameters.
-  std::int64_t saved = 0;  ///< The bytes that this rank sends less in a step.
+  std::int64_t saved = 0;  ///< The bytes that this rank saves in a step.
 };
 
 struct KeptUnits {
@@ -27,7 +27,7 @@ struct KeptUnits {
 ///
 /// The intervals of units nest, because backward needs last what forward used first. This makes the sum over the outer units the only state
 /// of a dynamic program, which is exact as long as there are not more than some thousand different sums. Intervals that do not nest are
-/// taken to be longer than they are, and very many sums are rounded: the set then fits, too, but a better one may exist.
+/// extended, and very many sums are rounded. The set then fits, too, but a better one may exist.
 KeptUnits choose_kept(std::span<const std::int64_t> loads, std::span<const Keepable> units, std::int64_t limit);
 
 }  // namespace fsdp::planning

@@ -12,7 +12,7 @@ namespace {
 
 struct DrawnKind {
   const char* name;
-  const char* colour;  // Of a palette that people who see fewer colours can tell apart (Okabe and Ito, 2008).
+  const char* colour;  // From a palette that is safe for colour-blind readers (Okabe and Ito, 2008).
   std::int64_t PlanBytes::*bytes;
 };
 

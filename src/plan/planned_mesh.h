@@ -10,8 +10,8 @@
 
 namespace fsdp::planning {
 
-/// Planned meshes in the place of real ones: with the same sizes, as their first rank sees them, which has the most. Their rows move bytes
-/// as the real rows do.
+/// Replaces real meshes by planned ones of the same sizes, as seen by the first rank, which has the most. Their rows move bytes as the real
+/// rows do.
 class PlannedMeshes {
  public:
   /// The arguments of engine::communicators_of for the units on these meshes.

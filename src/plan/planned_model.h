@@ -21,7 +21,7 @@ namespace fsdp::planning {
 /// A C++ model on a planned mesh, without its tensors. It can be planned many times, with different choices.
 class PlannedModel {
  public:
-  /// Drafts the model; `options.memory_budget` does not count. `recomputable`: see MemoryBudget. Throws Error for the same as fsdp::plan().
+  /// Drafts the model; `options.memory_budget` is ignored. `recomputable`: see MemoryBudget. Throws the same errors as fsdp::plan().
   PlannedModel(const torch::nn::Module& module, FullyShardOptions options, PlanOptions planned,
                const std::map<std::string, std::int64_t>& recomputable = {});
 
@@ -45,7 +45,8 @@ class PlannedModel {
   std::string accumulation() const;
   /// From now on, all backwards of a step reduce their gradients.
   void synchronize();
-  /// Without its functions. Changes of what does not say how units are made count: placements, reshard_after_forward, offload.
+  /// The options without their functions. Only options that do not affect how units are made may change: placements, reshard_after_forward,
+  /// offload.
   FullyShardOptions& options() { return options_; }
 
  private:

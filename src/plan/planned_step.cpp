@@ -305,7 +305,7 @@ void PlannedSteps::begin_microbatch(std::int64_t number) {
   engine_->set({.is_last_backward = last || !microbatches_.leaves_reductions, .manual_finalization = microbatches_.manual_finalization});
   if (trigger_ != Trigger::kHooks) return;
   highest_.at("the beginning of forward");
-  // An optimizer has stepped, whose hooks say so.
+  // An optimizer has stepped, and its hooks have notified the engine.
   const bool updated = number == 0 && std::exchange(has_stepped_, true);
   if (updated) engine_->main().changed(/*forward_begins=*/true);
   engine_->begin_forward(/*kept_is_outdated=*/number == 0);

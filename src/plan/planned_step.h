@@ -12,33 +12,33 @@
 #include "plan/kept_units.h"
 #include "plan/step_recorder.h"
 
-// A training step that nobody computes: the engine is told of it, and does all that it does in a run.
+// A training step without computation: the engine gets the notifications of a step, and does everything that it does in a run.
 namespace fsdp::planning {
 
 /// One moment of a pass.
-///   kBegin, kEnd: a unit's modules begin and end to run. The hooks' trigger tells of these.
-///   kUse: parameters of a unit are used. Paging tells of these.
+///   kBegin, kEnd: a unit's modules begin and end to run. Hooks notify the engine of these.
+///   kUse: parameters of a unit are used. Paging notifies the engine of these.
 struct Visit {
   enum class What : std::uint8_t { kBegin, kUse, kEnd };
   What what = What::kUse;
   std::size_t unit = 0;
-  bool enters = true;                       ///< False if backward needs no parameter's value for it.
+  bool enters = true;                       ///< False if backward needs no value of a parameter here.
   std::vector<std::size_t> gradients = {};  ///< In forward: parameters that are used here first. In backward: those that get gradients.
 };
 
-/// What happens in forward and backward, in its order.
+/// The events of forward and backward, in order.
 struct Passes {
   std::vector<Visit> forward;
   std::vector<Visit> backward;
 };
 
-/// Returns what backward does if it comes back the way that forward went.
+/// Returns the backward that visits the units of this forward in reverse order.
 std::vector<Visit> reversed(const std::vector<Visit>& forward);
 
-/// Which trigger the engine is told by.
+/// The trigger that notifies the engine.
 enum class Trigger : std::uint8_t { kPaging, kHooks };
 
-/// Finds how much a rank has to have in each part of a step.
+/// Computes the memory that a rank needs in each part of a step.
 class Highest {
  public:
   explicit Highest(memory::Accounting& accounting);
@@ -46,17 +46,17 @@ class Highest {
   Highest(const Highest&) = delete;
   Highest& operator=(const Highest&) = delete;
 
-  /// What is not the engine's: activations, and what a program's own optimizer keeps.
+  /// Memory that is not the engine's: activations, and the state of a program's own optimizer.
   PlanBytes outside;
-  /// What happens from now on ("forward of 'blocks.3'").
+  /// The part of the step from now on ("forward of 'blocks.3'").
   void at(const std::string& what);
   /// `outside` may have grown.
   void look();
-  /// Forgets all moments, but for ever().
+  /// Forgets all moments, except for ever().
   void reset() { moments_.clear(); }
 
   const std::vector<PlannedMoment>& moments() const { return moments_; }
-  /// The first of those that need most.
+  /// The first of the moments that need most.
   const PlannedMoment& highest() const;
   /// The most of PlanBytes::device() in all steps.
   std::int64_t ever() const { return ever_; }
@@ -76,10 +76,10 @@ class Highest {
   std::vector<PlannedMoment> moments_;
 };
 
-/// The bytes that autograd has of one unit.
+/// The bytes that autograd keeps for one unit.
 struct UnitActivations {
   std::int64_t from_forward = 0;  ///< They stay from its forward to its backward.
-  std::int64_t recomputed = 0;    ///< Its backward has them besides, because it begins with a repetition of the forward.
+  std::int64_t recomputed = 0;    ///< The additional bytes of its backward, which begins with a repetition of the forward.
 };
 
 /// The backwards before each update, whose gradients add up. All but the last are made with the settings that units have.
@@ -89,28 +89,28 @@ struct Microbatches {
   bool manual_finalization = false;  ///< They reduce nothing at their ends; the last one is followed by finalize_backward.
 };
 
-/// What units have that keep `activations` from forward to backward, but only `kept_if_recomputed` if `recomputed` says that backward
-/// repeats their forward. All are by unit; an empty `recomputed` says that none does.
+/// The bytes of units that keep `activations` from forward to backward, or only `kept_if_recomputed` if backward repeats their forward, as
+/// `recomputed` states. All are by unit; with an empty `recomputed`, no forward is repeated.
 std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& activations,
                                               const std::vector<std::int64_t>& kept_if_recomputed = {},
                                               const std::vector<bool>& recomputed = {});
 
-/// In place of what a unit keeps if it recomputes: its forward can't be repeated.
+/// Used for a unit whose forward can't be repeated.
 constexpr std::int64_t kNeverRecomputed = -1;
 
-/// Something of each unit that may stay from forward into backward: unsharded parameters, or activations.
+/// Data of each unit that may stay from forward into backward: unsharded parameters, or activations.
 struct MayStay {
-  /// By moment of the last step: what the device has to have because of it. Of several microbatches, the one that needs most counts.
+  /// By moment of the last step: the bytes that the device needs for it. The microbatch that needs most counts.
   std::vector<std::int64_t> loads;
-  std::vector<Keepable> units;  ///< One per unit. What can't be kept, or stays anyway, saves nothing.
+  std::vector<Keepable> units;  ///< One per unit. Data that can't be kept, or stay anyway, save nothing.
 };
 
-/// What steps have shown, for those who choose options.
+/// The results of steps, for choosing options.
 struct Observed {
   Plan plan;
-  std::int64_t most = 0;  ///< Of PlanBytes::device() in all steps: the first ones may need more than later ones.
-  MayStay parameters;     ///< It saves bytes of all-gathers.
-  MayStay activations;    ///< Of units that recompute. It saves the repetition of a forward, counted by elements of parameters.
+  std::int64_t most = 0;  ///< The maximum of PlanBytes::device() over all steps: the first ones may need more than later ones.
+  MayStay parameters;     ///< They save bytes of all-gathers.
+  MayStay activations;    ///< Those of units that recompute. They save the repetition of a forward, counted by elements of parameters.
 };
 
 /// The steps of one planned model.
@@ -123,16 +123,16 @@ class PlannedSteps {
   void set_activations(std::vector<UnitActivations> activations) { activations_ = std::move(activations); }
   void set_microbatches(const Microbatches& microbatches) { microbatches_ = microbatches; }
 
-  /// Runs steps until they are alike, and returns what the last one needs and sends.
+  /// Runs steps until they are alike, and returns the memory and communication of the last one.
   Plan run();
-  /// The same with what it takes to choose what stays. Call one of the two, once.
+  /// Does the same, and returns the facts for choosing the data that stay. Call one of the two, once.
   Observed observe();
 
  private:
-  /// What is there at one moment of a step.
+  /// The contents of memory at one moment of a step.
   struct Moment {
     Highest::Load load;
-    std::vector<bool> present;  ///< By unit: whether it is whole, or on its way.
+    std::vector<bool> present;  ///< By unit: whether it is gathered, or being gathered.
   };
 
   void step();

@@ -12,18 +12,18 @@
 
 namespace fsdp::planning {
 
-/// What a program sets between steps, as far as the memory of a step depends on it: for each unit what needs most of all that it has had.
+/// The settings of a program between steps that affect the memory of a step: for each unit, the setting so far that needs most.
 class SeenSettings {
  public:
-  /// Returns the settings with those that the units have now. None if a step does not need more with them.
-  /// `gradients_add_up`: whether a backward is about to add to the gradients of an earlier one.
+  /// Returns the settings after adding those that the units have now; none if a step does not need more with them. `gradients_add_up`:
+  /// whether a backward is about to add to the gradients of an earlier one.
   std::optional<SeenSettings> grown(std::span<const std::unique_ptr<engine::Unit>> units, bool gradients_add_up) const;
 
   /// Gives a unit its settings, which hold for all backwards of a step but the last.
   void apply_to(engine::UnitOptions& options, std::size_t unit) const;
-  /// The same with backwards that reduce their gradients.
+  /// Does the same for backwards that reduce their gradients.
   SeenSettings synchronized() const;
-  /// The backwards of a step, if the program has said that there are `given`.
+  /// The backwards of a step, if the program has declared `given` of them.
   Microbatches microbatches(const Microbatches& given) const;
   bool gradients_add_up() const { return gradients_add_up_; }
 

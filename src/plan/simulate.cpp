@@ -133,7 +133,7 @@ class SimulatedRanks {
   }
 
   /// Every row begins it once all of its ranks are there and its communicator is free. Collectives in lock step need no queue of events:
-  /// the latest of a row says when it begins.
+  /// the latest rank of a row determines when it begins.
   void post(const PlannedAction& action) {
     const auto& link = plan_.links[action.link];
     const auto& rate = rates_[action.link];

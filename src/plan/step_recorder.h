@@ -13,7 +13,7 @@
 
 namespace fsdp::planning {
 
-/// Writes down what a rank does in a step: see PlannedAction.
+/// Records the actions of a rank in a step: see PlannedAction.
 class StepRecorder final : public comm::CollectiveListener {
  public:
   /// `link_of`: of the units' communicators, in Plan::links.
@@ -21,7 +21,7 @@ class StepRecorder final : public comm::CollectiveListener {
 
   std::size_t posted(const comm::NullCommunicator& row, const comm::Sent& sent, const comm::Label& label) override;
   void waited(std::size_t number) override;
-  /// The computation of a unit goes on.
+  /// The computation of a unit continues.
   void compute(std::size_t unit, engine::Pass pass);
   void update();
 

@@ -188,7 +188,7 @@ Repetition Checker::repeat(const Microbatch& run, const OwnMicrobatch& own, int 
     try {
       put_back(now, device, buffers);
     } catch (const std::exception&) {
-      // What has failed first says why: a device that has gone, for example.
+      // The first failure has the reason, for example a device that has failed.
     }
     throw;
   }

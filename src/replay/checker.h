@@ -15,7 +15,7 @@
 
 namespace fsdp::replay {
 
-/// Checks single microbatches of a model: what fsdp::ReplayCheck and libfsdp.ReplayCheck have in common.
+/// Checks single microbatches of a model, for fsdp::ReplayCheck and libfsdp.ReplayCheck.
 class Checker {
  public:
   /// Runs forward and backward of the microbatch that these bytes (1-D, on the CPU) describe.
@@ -25,10 +25,10 @@ class Checker {
 
   Checker(std::shared_ptr<engine::Engine> engine, Buffers buffers) : engine_(std::move(engine)), buffers_(std::move(buffers)) {}
 
-  /// Runs this rank's microbatch, repeats that of its neighbour, and compares. Collective. Throws Error on all ranks if data differ. What
-  /// `run` throws leaves the engine as an exception in training does.
+  /// Runs this rank's microbatch, repeats that of its neighbour, and compares. Collective. Throws Error on all ranks if data differ. An
+  /// exception of `run` has the same effect on the engine as one in training.
   void check(const Microbatch& run, const at::Tensor& batch);
-  /// Takes digests of this rank's main parameters, which the next check() compares with what it finds.
+  /// Takes digests of this rank's main parameters, which the next check() compares with the main parameters.
   void remember_parameters();
 
  private:
@@ -39,7 +39,7 @@ class Checker {
   /// A microbatch of this rank.
   struct OwnMicrobatch {
     MicrobatchState before;
-    at::Tensor message;  ///< What other ranks need to repeat it.
+    at::Tensor message;  ///< The data that other ranks need to repeat it.
   };
 
   at::Tensor message(const at::Tensor& batch, MicrobatchState before) const;

@@ -95,7 +95,7 @@ std::vector<std::string> RankComparison::compare_data() const {
   return lines;
 }
 
-/// What ranks have found without each other. `lines` may say already that unsharded parameters differ.
+/// The findings that ranks made without each other. `lines` may contain already that unsharded parameters differ.
 void RankComparison::add_flags(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const {
   const auto add = [&](std::int64_t flag, const std::string& before, const std::string& after) {
     std::vector<std::int64_t> found;
@@ -116,7 +116,7 @@ void RankComparison::add_flags(std::vector<std::string>& lines, const engine::Un
   add_sums(lines, unit, column);
 }
 
-/// Two sums of the same gradients say that one of them is wrong, and not where: on the rank that has them, or on the way there.
+/// If two sums of the same gradients differ, one of them is wrong, either on the rank that has them or on the way there.
 void RankComparison::add_sums(std::vector<std::string>& lines, const engine::Unit& unit, const Column& column) const {
   const auto inner = static_cast<std::size_t>(unit.communicators.gather->size());
   for (std::size_t rank = 0; rank < column.flags.size(); ++rank) {

@@ -16,28 +16,28 @@
 
 namespace fsdp::replay {
 
-/// What a rank has found out about its main parameters of a unit.
+/// The findings of a rank about its main parameters of a unit.
 struct MainTestimony {
-  bool remembered_differs = false;  ///< They are not what was remembered after the update.
-  bool changed = false;             ///< They have changed during the microbatch, though nothing wrote to them.
-  /// One for each of Unit::main_pieces(), as in UnitRecord::whole: of what a gather of them gives.
+  bool remembered_differs = false;  ///< They differ from those that were remembered after the update.
+  bool changed = false;             ///< They have changed during the microbatch, although nothing wrote to them.
+  /// One for each of Unit::main_pieces(), as in UnitRecord::whole: of the result of a gather of them.
   std::vector<std::int64_t> as_gathered;
 };
 
-/// What one rank has seen in a checked microbatch. The vectors are by unit.
+/// The observations of one rank in a checked microbatch. The vectors are by unit.
 struct Testimony {
   std::span<const std::unique_ptr<engine::Unit>> units;
   std::vector<MainTestimony> main;
   const MicrobatchRecord& own;
 };
 
-/// What one rank has seen of another rank's microbatch.
+/// The observations of one rank in its repetition of another rank's microbatch.
 struct Repetition {
   std::int64_t origin;  ///< That rank, global.
   const MicrobatchRecord& record;
 };
 
-/// Compares what ranks have seen of the units that they share. All methods are collective over the ranks that have these units.
+/// Compares the observations of ranks about the units that they share. All methods are collective over the ranks that have these units.
 class RankComparison {
  public:
   /// `units` are their positions in the model; all have the same communicators.
@@ -47,18 +47,18 @@ class RankComparison {
   std::vector<std::string> compare_data() const;
   /// Compares gradients with those of repetitions. Returns true if some differ.
   bool adds_dispute(const Repetition& repetition);
-  /// Says who is right, from all repetitions so far: a line, or nothing where all agree. Needs no other ranks.
+  /// Returns which ranks are right, from all repetitions so far: a line, or nothing if all agree. Needs no other ranks.
   std::optional<std::string> settle_dispute() const;
 
  private:
-  /// What all ranks have said of one unit, by their index.
+  /// The observations of all ranks about one unit, by their index.
   struct Column {
     std::vector<std::int64_t> flags;
     std::vector<std::int64_t> whole;
     std::vector<std::int64_t> gradients;
     std::vector<std::int64_t> unreduced;
     std::vector<std::int64_t> order;
-    /// By the index of the rank whose batch it is: who has computed them, and which digests.
+    /// By the index of the rank whose batch it is: the ranks that have computed them, and their digests.
     std::vector<std::vector<std::pair<std::int64_t, std::pair<std::int64_t, std::int64_t>>>> repeated;
   };
 

@@ -8,11 +8,11 @@
 namespace fsdp::replay {
 
 /// Returns a digest of the bytes of each of `pieces` equal parts of a 1-D contiguous tensor. A part with one bit flipped always has another
-/// digest, and parts that differ otherwise have equal ones with a probability of about 2^-64. Where the tensor is on a device, so is the
-/// work, and the host waits for it; digests of different types of devices are not comparable.
+/// digest, and parts that differ otherwise have equal ones with a probability of about 2^-64. If the tensor is on a device, the device
+/// computes it, and the host waits; digests of different types of devices are not comparable.
 std::vector<std::int64_t> digests(const at::Tensor& tensor, std::int64_t pieces);
 
-/// The same of the elements of any strided tensor in their order, as one part.
+/// Returns the digest of the elements of any strided tensor in their order, as one part.
 std::int64_t digest(const at::Tensor& tensor);
 
 /// Adds the digest of a part, which stands at `position`, to that of a whole. The order of additions does not matter.

@@ -12,7 +12,7 @@ struct Vote {
   std::int64_t value = 0;
 };
 
-/// What votes say that should be the same.
+/// The result of votes that should be the same.
 struct Verdict {
   bool agreed = true;               ///< They are.
   bool decided = false;             ///< They are not, and more than half of them are.

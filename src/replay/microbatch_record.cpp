@@ -34,7 +34,7 @@ std::vector<std::int64_t> digests_of_whole(const engine::Unit& unit) {
     const auto of_part = digests(parts[k], pieces);
     for (std::size_t piece = 0; piece < of_part.size(); ++piece) all[piece] = with_digest(all[piece], of_part[piece], k);
   }
-  // A format's data are put into places of its own, between which there may be bytes that nobody sets.
+  // A format's data are put into places of its own, between which there may be bytes that are never set.
   for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
     const auto& format = unit.formats[unit.layout.positions()[i].sub_buffer];
     if (format.extended || !format.gather) continue;

@@ -14,13 +14,13 @@
 
 namespace fsdp::replay {
 
-/// What one rank has seen of a unit in one microbatch. Digests are 0 where there was nothing to see.
+/// The observations of one rank about a unit in one microbatch. Digests without data are 0.
 struct UnitRecord {
   /// Of the unsharded parameters when they were first seen: one for each piece of the unit's layout, over those of its sub-buffers that are
-  /// gathered as they are; the last one is that of the parameters that travel in a gather format, which are not in pieces.
+  /// gathered as they are; the last one is that of the parameters that are sent in a gather format, which are not in pieces.
   std::vector<std::int64_t> whole;
   bool whole_changed = false;  ///< They had other bits when they were seen again.
-  bool written = false;        ///< An operator wrote to them, so that nothing can be said of them.
+  bool written = false;        ///< An operator wrote to them, so they can't be checked.
   std::int64_t gradients = 0;  ///< Of what autograd delivered.
   std::int64_t order = -1;     ///< How many units had gradients before this one; -1: it had none.
   std::int64_t unreduced = 0;  ///< Of the gradients when they were about to be reduced; 0, too, if those of other backwards are among them.
@@ -32,7 +32,7 @@ struct UnitRecord {
 /// Whether reductions are made twice, so that their sums can be compared.
 enum class Reductions : std::uint8_t { kOnce, kTwice };
 
-/// Records what a rank sees in one microbatch.
+/// Records the observations of a rank in one microbatch.
 class MicrobatchRecord final : public engine::StepObserver {
  public:
   MicrobatchRecord(std::span<const std::unique_ptr<engine::Unit>> units, Reductions reductions)
@@ -55,7 +55,7 @@ class MicrobatchRecord final : public engine::StepObserver {
   struct Running {
     std::vector<comm::ReducePart> parts;
     std::int64_t sums = 0;       ///< A digest of the results when it was made first.
-    std::int64_t unreduced = 0;  ///< A digest of what goes into it.
+    std::int64_t unreduced = 0;  ///< A digest of its input.
   };
 
   std::vector<UnitRecord> units_;

@@ -8,18 +8,17 @@
 
 namespace fsdp::replay {
 
-/// What a microbatch depends on beside its batch and the parameters, and changes: the states of torch's generators (the CPU's and the
-/// device's), and the model's buffers.
+/// The state, beside the batch and the parameters, on which a microbatch depends and which it changes: the states of torch's generators
+/// (the CPU's and the device's), and the model's buffers.
 struct MicrobatchState {
   std::vector<at::Tensor> generators;  ///< Bytes, on the CPU.
   std::vector<at::Tensor> buffers;     ///< Copies.
 };
 
-/// Copies what there is now.
+/// Copies the present state.
 MicrobatchState copy_state(c10::Device device, const std::vector<at::Tensor>& buffers);
 
-/// Puts the generators' states, and the values of `buffers`, back to those of a copy. If the copy has no buffers, `buffers` stay as they
-/// are.
+/// Restores the generators' states, and the values of `buffers`, from a copy. If the copy has no buffers, `buffers` stay as they are.
 void put_back(const MicrobatchState& copy, c10::Device device, const std::vector<at::Tensor>& buffers);
 
 /// All of it as bytes on the CPU, behind those of a batch.

@@ -126,8 +126,8 @@ std::string without_line(const Frame& frame) {
   return name + (plus == std::string::npos ? frame.place : frame.place.substr(plus)) + " (" + frame.module + ")";
 }
 
-/// What addr2line says of addresses in one file: for each of them, its lines, the innermost first. (Functions that were put into others
-/// have lines of their own.) Where it knows no line, there is nothing, or the function's name alone.
+/// Returns addr2line's output for addresses in one file: for each of them, its lines, the innermost first. (Functions that were put into
+/// others have lines of their own.) Where it knows no line, there is nothing, or the function's name alone.
 std::map<Address, std::vector<std::string>> lines_in(const std::string& path, const std::vector<Address>& offsets) {
   std::vector<std::string> command = {"addr2line", "-a", "-f", "-C", "-i", "-e", path};
   for (const auto offset : offsets) {

@@ -20,7 +20,7 @@ std::string key_of(std::string_view kind) {
   return key;
 }
 
-/// Steps that tell all that is compared, in their order.
+/// The steps that have all compared values, in order.
 std::vector<const StepSpan*> measured_steps(const RankTimeline& rank) {
   std::vector<const StepSpan*> steps;
   for (const auto& step : rank.steps) {

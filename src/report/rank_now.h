@@ -22,7 +22,7 @@ struct RowNumber {
   auto operator<=>(const RowNumber&) const = default;
 };
 
-/// What one rank was doing when its file was read, and how it got there. Times are in ns, of the first rank's clock.
+/// The activity of one rank when its file was read, and its history. Times are in ns, of the first rank's clock.
 class RankNow : public events::RankReplay {
  public:
   RankNow(RankEvents events, const ClockOffset& ahead);
@@ -37,7 +37,7 @@ class RankNow : public events::RankReplay {
   std::vector<const Collective*> calls(const std::string& row) const;
   /// The call of this number; null if it has not been made, or was made so long ago that it is not kept.
   const Collective* call(const RowNumber& which) const;
-  /// Whether the rank has come so far in the row.
+  /// Whether the rank has reached this call in the row.
   bool has_called(const RowNumber& which) const;
   /// The collective, as all ranks know it.
   RowNumber which(const CollectiveKey& key) const { return {row_of(key.first), key.second}; }
@@ -50,7 +50,7 @@ class RankNow : public events::RankReplay {
   /// "in forward of 'blocks.1'".
   std::string activity() const { return events::position_text(position.kind, text_of(position.unit)); }
 
-  /// What it has failed with first: a collective, or the exception that has ended it.
+  /// Its first failure: a collective, or the exception that has ended it.
   struct Failure {
     std::int64_t time = 0;
     std::string text;             ///< Of the error; may be empty.
@@ -61,7 +61,7 @@ class RankNow : public events::RankReplay {
   ClockOffset clock;
   std::map<RowNumber, std::int64_t> waits;  ///< The collectives that it waits for, and since when.
   std::optional<Failure> failure;
-  std::int64_t last_sign = 0;  ///< Its last sign of life: now, if its process is there.
+  std::int64_t last_sign = 0;  ///< The time of its last record: now, if its process is alive.
 
  private:
   std::string row_of(std::uint32_t source) const { return source < left.sources.size() ? left.sources[source] : std::string(); }

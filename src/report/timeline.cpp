@@ -95,7 +95,7 @@ class Posts {
     return last;
   }
 
-  /// Who kept a peer: itself, or the rank for which it waited, and so on. Ranks that wait for each other have no such one.
+  /// The rank that delayed a peer: itself, or the rank for which it waited, and so on. Ranks that wait for each other have none.
   Post cause(const Post& peer) const {
     auto first = peer;
     std::set<const RankNow*> seen;

@@ -13,7 +13,7 @@
 #include "report/waits.h"
 #include "report/why.h"
 
-// What all ranks did, beside each other, from the files that FSDP_EVENTS makes them keep. Times are in ns, of the first rank's clock.
+// The timeline of all ranks, from the files that they keep with FSDP_EVENTS. Times are in ns, of the first rank's clock.
 namespace fsdp::report {
 
 using events::BytesByKind;
@@ -26,16 +26,16 @@ using events::StepSpan;
 enum class Lane : std::uint8_t {
   kGather,  ///< All-gathers of a unit.
   kReduce,  ///< Reduce-scatters of a unit.
-  kOuter,   ///< Both, over the outer ranks.
-  kHost,    ///< All others: what hosts tell each other.
+  kOuter,   ///< All-gathers and reductions over the outer ranks.
+  kHost,    ///< All other exchanges between hosts.
 };
 
-/// When a collective did what.
+/// The times of a collective.
 struct CollectiveTimes {
-  std::int64_t began = 0;       ///< The call; where that is no longer kept, the wait.
-  std::int64_t wait_began = 0;  ///< 0: nobody has waited for it.
+  std::int64_t began = 0;       ///< The call or, if that is no longer kept, the wait.
+  std::int64_t wait_began = 0;  ///< 0: there was no wait for it.
   std::int64_t arrived = 0;     ///< 0: not known.
-  std::int64_t ended = 0;       ///< Where it has not ended: the last sign of life of all ranks or, if its process is dead, of that rank.
+  std::int64_t ended = 0;       ///< If it has not ended: the last record of all ranks or, if its process is dead, of that rank.
 };
 
 /// One collective on one rank.
@@ -54,16 +54,16 @@ struct CollectiveSpan {
   State state = State::kDone;
   std::array<std::int64_t, kWaitReasons> reasons = {};  ///< Of the wait, in ns, by WaitReason; they add up to it.
   /// The rank for which this one waited: the last of the others to make the call or, if that one waited for a rank itself, that rank, and
-  /// so on. -1: nobody was late.
+  /// so on. -1: no rank was late.
   std::int64_t late_rank = -1;
   std::uint32_t late_rank_was = 0;  ///< What it was doing; a name.
 };
-/// From the beginning of the wait to its end; 0 if nobody has waited.
+/// From the beginning of the wait to its end; 0 if there was no wait.
 std::int64_t waited(const CollectiveSpan& collective);
-/// Whether somebody has waited, and in vain.
+/// Whether there was a wait, and it did not end.
 bool is_unfinished(const CollectiveSpan& collective);
 
-/// What one rank and its engine did. The last step, if it has not ended, ends with the rank's last moment.
+/// The timeline of one rank and its engine. The last step, if it has not ended, ends with the rank's last moment.
 struct RankTimeline : events::EngineReplay {
   events::EventWriter writer;
   ClockOffset clock;
@@ -76,14 +76,14 @@ struct Timeline {
   std::vector<std::string> names;  ///< The first is empty.
   std::vector<RankTimeline> ranks;
   std::vector<std::int64_t> missing;  ///< Ranks that have left no file.
-  Why why;                            ///< Why ranks wait in vain, or have ended; Cause::kNothing if they do not.
+  Why why;                            ///< Why waits do not end, or ranks have ended; otherwise Cause::kNothing.
 };
 
 /// The first and the last step to show.
 using StepRange = std::pair<std::int64_t, std::int64_t>;
 
-/// Puts the ranks beside each other. Each wait is divided among its reasons as step_report() does. With `steps`, what lies outside of them
-/// is left out. Throws Error if there are no ranks, or if no rank has any of the steps.
+/// Returns the timeline of the ranks. Each wait is divided among its reasons as step_report() does. With `steps`, events outside of them
+/// are left out. Throws Error if there are no ranks, or if no rank has any of the steps.
 Timeline timeline_of(std::vector<RankEvents> run, const std::optional<StepRange>& steps = {});
 
 }  // namespace fsdp::report

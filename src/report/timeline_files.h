@@ -7,7 +7,7 @@
 
 #include "report/timeline.h"
 
-// From a folder of events to the files of a timeline.
+// Makes the files of a timeline from a folder of events.
 namespace fsdp::report {
 
 /// Reads the folder. `left_out` is Run::left_out. Throws Error as timeline_of().
@@ -16,11 +16,11 @@ Timeline read_timeline(const std::filesystem::path& folder, const std::optional<
 /// "12-14", or one number. Throws Error, which names the option --steps, for anything else.
 StepRange parse_steps(const std::string& text);
 
-/// "rank 0 waited 299.9 ms for the all-gather of 'blocks.2': rank 1 was in forward of 'blocks.0'", or empty if no rank waited: a wait in
-/// vain, or else one of a step that is whole, if there are any.
+/// "rank 0 waited 299.9 ms for the all-gather of 'blocks.2': rank 1 was in forward of 'blocks.0'", or empty if no rank waited. Waits that
+/// do not end come first, then those of complete steps, if there are any.
 std::string longest_wait(const Timeline& timeline);
 
-/// What a page of the folder is called: its path, as it is given.
+/// Returns the title of a page of the folder: its path, as given.
 std::string title_of(const std::filesystem::path& folder);
 
 }  // namespace fsdp::report

@@ -270,8 +270,8 @@ class Diagnosis {
     return rank.left.process == ProcessState::kStopped || rank.left.process == ProcessState::kDebugged;
   }
 
-  /// A rank that others wait for, and that waits for nobody. Of several, the one that has not moved for the longest time; but one that is
-  /// stopped before all others.
+  /// A rank that others wait for, and that waits for no rank. If there are several, the one that has not moved for the longest time; but
+  /// one that is stopped before all others.
   std::optional<Why> late_member() const {
     std::map<std::int64_t, Late> late;
     for (const auto& [which, waiting] : waiting_) {
@@ -457,8 +457,8 @@ class Diagnosis {
   std::map<std::int64_t, const RankNow*> ranks_;
   std::map<std::string, std::vector<std::int64_t>> members_;        ///< Of rows.
   std::map<std::string, std::vector<std::int64_t>> known_members_;  ///< Those of which there are files.
-  std::map<RowNumber, std::vector<std::int64_t>> waiting_;          ///< Who waits in which collective.
-  std::map<RowNumber, std::vector<std::int64_t>> failed_;           ///< Who has failed in which collective first.
+  std::map<RowNumber, std::vector<std::int64_t>> waiting_;          ///< The ranks that wait in each collective.
+  std::map<RowNumber, std::vector<std::int64_t>> failed_;           ///< The ranks that have failed first in each collective.
   std::vector<std::int64_t> missing_;
   std::int64_t latest_ = 0;  ///< The last sign of life of all ranks.
 };

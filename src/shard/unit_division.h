@@ -33,7 +33,7 @@ struct DivisionRules {
 
 /// Divides a module's parameters into units: the root, every module that `units` accepts, and every group. Enclosing units come first. A
 /// parameter, module or group that several units reach belongs to (lies in) their closest common ancestor. Throws Error if a group names a
-/// module that is not there, or that another one names, too.
+/// module that does not exist, or that another group names, too.
 std::vector<UnitPlan> divide(const torch::nn::Module& root, const DivisionRules& rules);
 
 }  // namespace fsdp::shard

@@ -10,14 +10,14 @@
 #include "fsdp/save_load.h"
 #include "state/source.h"
 
-// The program's own values in a checkpoint. As in DCP, dictionaries, and lists that contain tensors or dictionaries, are taken apart. Each
-// value becomes an item of its own, whose path says where it belongs.
+// The program's own values in a checkpoint. As in DCP, dictionaries, and lists that contain tensors or dictionaries, are flattened. Each
+// value becomes an item of its own, whose path is its place.
 namespace fsdp::state {
 
 inline constexpr const char* kExtraPrefix = "extra.";
 
-/// Calls `add` for each item into which `extra` is taken apart, with its path below `path`. An item is a tensor, or a value that contains
-/// no tensor. Throws Error for an undefined tensor.
+/// Calls `add` for each item of the flattened `extra`, with its path below `path`. An item is a tensor, or a value that contains no tensor.
+/// Throws Error for an undefined tensor.
 void for_each_item(const ckpt::DcpPath& path, const ExtraState& extra,
                    const std::function<void(const ckpt::DcpPath& path, const at::Tensor& tensor)>& add_tensor,
                    const std::function<void(const ckpt::DcpPath& path, ckpt::PythonValue value)>& add_value);
@@ -28,7 +28,7 @@ using StoredItem = std::pair<ckpt::DcpPath, StoredValue>;
 std::vector<StoredItem> items_below(Source& source, const std::string& prefix,
                                     const std::function<bool(const std::string& name)>& is_ignored = {});
 
-/// Reads the same values, and puts dictionaries and lists together again. Throws Error.
+/// Reads the same values, and rebuilds dictionaries and lists. Throws Error.
 ExtraState extra_below(Source& source, const std::string& prefix, const std::function<bool(const std::string& name)>& is_ignored = {});
 
 /// Returns the beginning of the names of a rank's own values.

@@ -90,7 +90,7 @@ class UpdateCounts {
   static std::string below_state(const std::string& parameter) { return std::string(state::kOptimizerPrefix) + "state." + parameter + "."; }
 
   /// Returns the number of updates of a parameter whose optimizer keeps these kinds of state. `stored` is the count in the checkpoint, or
-  /// null. If the checkpoint does not tell the number, it is noted as missing, and the result is empty.
+  /// null. If the checkpoint does not have the number, it is listed as missing, and the result is empty.
   static std::optional<std::int64_t> updates(LoadPlan& plan, const std::string& parameter, const std::vector<optim::StateKind>& kinds,
                                              const std::int64_t* stored) {
     const auto prefix = below_state(parameter);

@@ -61,7 +61,7 @@ FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks
   return found;
 }
 
-/// Says why a checkpoint is not taken.
+/// Returns why a checkpoint is not loaded.
 std::string reason(const ckpt::Step& step) {
   switch (step.state) {
     case ckpt::Step::State::kForeign:

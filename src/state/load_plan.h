@@ -40,22 +40,22 @@ struct LoadTarget {
   std::set<std::string> torn;  ///< Names of values that an earlier load has replaced in part.
 };
 
-/// The load of a checkpoint on one rank. A front end (C++'s or Python's) lists the tensors of its model and its optimizer, which changes
-/// nothing. Then check_names() compares the names, and check_data() the data with their checksums. Once all ranks have checked, assign()
+/// The load of a checkpoint on one rank. A front end (C++ or Python) first lists the tensors of its model and its optimizer, which changes
+/// nothing. Then check_names() compares the names, and check_data() the data with their checksums. After all ranks have checked, assign()
 /// reads the tensors to their places.
 class LoadPlan {
  public:
   /// Opens the checkpoint. Throws Error.
   LoadPlan(const std::string& path, LoadOptions options);
 
-  /// Notes that this rank's values of a tensor will be read, or that they are missing. `aliases` are other names that the checkpoint may
+  /// Records that this rank's values of a tensor will be read, or that they are missing. `aliases` are other names that the checkpoint may
   /// have for it. Throws Error if the checkpoint has something else of this name.
   void add(const StateItem& item, const std::vector<std::string>& aliases = {});
-  /// Notes that a value will be replaced, or that it is missing. Returns whether it will be replaced.
+  /// Records that a value will be replaced, or that it is missing. Returns whether it will be replaced.
   bool begin(const std::string& key) { return begin(key, key); }
-  /// Notes that a name is not unexpected.
+  /// Records that a name is not unexpected.
   void expect(const std::string& key) { used_.insert(stored_key(key)); }
-  /// Notes that other ranks may replace a value.
+  /// Records that other ranks may replace a value.
   void expect_elsewhere(const std::string& key);
   void note_replaced(const std::string& key) { replaced_.insert(key); }
   void note_missing(const std::string& key) { missing_.insert(key); }
@@ -82,13 +82,13 @@ class LoadPlan {
   /// Returns the saved values of a GradScaler's state with these names. If there is none, that is noted as missing.
   std::map<std::string, ckpt::PythonValue> grad_scaler(const std::vector<std::string>& names);
 
-  /// Says which checkpoint this is.
+  /// Returns the identity of the checkpoint.
   std::string identity() const { return std::to_string(source_->saved()); }
   /// Throws Error if rank 0 reads another checkpoint: a rank may have found a newer one, or opened it after it was replaced.
   void require_identity(const std::string& of_rank0) const;
   /// Joins the names of all ranks, for a front end whose ranks list different ones. Collective. Throws Error like require_identity().
   void join_names(const CheckpointRanks& ranks);
-  /// Throws Error unless the names fit, or the options allow the rest, and all torn values will be replaced. Returns what was found beside
+  /// Throws Error unless the names fit, or the options allow the rest, and all torn values will be replaced. Returns the items beside
   /// model, optimizer and the program's own values; assign() restores the generators.
   Loaded check_names(const CheckpointRanks& ranks, const LoadTarget& target);
   /// Reads and checks all data; with `at_once`, assign() does that. Throws Error.

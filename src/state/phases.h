@@ -8,7 +8,7 @@
 
 namespace fsdp::state {
 
-/// Tells a program how long each phase took.
+/// Reports to the program how long each phase took.
 class Phases {
  public:
   explicit Phases(OnPhase on_phase) : on_phase_(std::move(on_phase)) {}

@@ -36,14 +36,14 @@ class CheckpointRanks {
   /// Every rank's bytes, by index, on rank 0; nothing on the others: they may be large where there are many ranks. Collective. Throws
   /// CommError.
   std::vector<std::string> gather(const std::string& mine, const char* operation) const;
-  /// The same on all ranks.
+  /// Every rank's bytes, by index, on all ranks. Collective. Throws CommError.
   std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
 
   /// Runs `work` on each rank, and then calls agree(). Collective; `work` itself need not be.
   void together(const std::string& what, const std::function<void()>& work) const;
 
-  /// Ranks tell each other whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message; a DamageError
-  /// if damage is all that was found. Collective.
+  /// Ranks exchange whether they failed (null: no). If one did, throws Error on all: `what`, and every rank's message; a DamageError if
+  /// damage is the only cause. Collective.
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:

@@ -77,7 +77,7 @@ struct AsyncSaver::Impl {
     if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
   }
 
-  /// Finishes the copy of `snapshot`, says so, and writes it.
+  /// Finishes the copy of `snapshot`, reports it, and writes it.
   void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options,
               state::Phases phases) {
     try {

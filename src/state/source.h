@@ -41,7 +41,7 @@ class Source {
   virtual ~Source() = default;
   virtual Format format() const = 0;
   virtual const std::string& path() const = 0;
-  /// Tells the checkpoint from others that were saved: Sidecar::saved; 0 if it is not known.
+  /// Distinguishes the checkpoint from others: Sidecar::saved; 0 if it is not known.
   virtual std::int64_t saved() const = 0;
   /// The names of tensors and other values.
   virtual const std::vector<std::string>& names() const = 0;
@@ -132,7 +132,7 @@ class Transfer {
     std::vector<ckpt::Run> runs;
   };
 
-  /// Checks all data, in the order of the files. With `assigns`, also brings them to their places, as far as that does not need another
+  /// Checks all data, in the order of the files. With `assigns`, also copies them to their places, as far as this does not need another
   /// reading.
   void pass(bool assigns);
   void pass(const WantedBox& part, bool assigns);

@@ -47,7 +47,7 @@ std::vector<std::string> optimizer_keys(Optimizer& optimizer, const std::string&
 
 /// Returns the number of updates of each parameter that the optimizer updates, as fp32 scalars: {prefix, "state", parameter, "step"}. They
 /// are copies, and correct only on the rank that owns the parameter's first element. A parameter that has not been updated has only this
-/// item, with the value 0. A reader can thus tell that its state is not lost.
+/// item, with the value 0. A reader therefore knows that its state is not lost.
 std::vector<StateItem> optimizer_step_items(Optimizer& optimizer, const std::string& prefix);
 
 /// Sets the counts (0: not updated); optimizer_items then gives tensors for those that have been updated.

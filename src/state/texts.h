@@ -17,7 +17,7 @@ inline std::string lines(const std::vector<std::string>& names) {
   return text;
 }
 
-/// Returns what stands before `text` in the names that end in it, or, if it ends in a dot, in those that contain it: the prefixes that a
+/// Returns the text before `text` in the names that end in it, or, if it ends in a dot, in those that contain it: the prefixes that a
 /// checkpoint uses for a name of the model ("layers.0.weight") or the state of a parameter ("state.layers.0.weight.").
 inline std::set<std::string> prefixes_before(const std::vector<std::string>& names, std::string_view text) {
   std::set<std::string> prefixes;
@@ -28,8 +28,8 @@ inline std::set<std::string> prefixes_before(const std::vector<std::string>& nam
   return prefixes;
 }
 
-/// "; it has them below 'm.'": the prefixes under which a checkpoint has what was not found, and the option that takes one. Empty if there
-/// are none, or so many that the name says nothing.
+/// "; it has them below 'm.'": the prefixes under which a checkpoint has the missing names, and the option that takes one. Empty if there
+/// are none, or so many that the name is not specific.
 inline std::string advice_on_prefixes(const std::set<std::string>& prefixes, std::string_view option) {
   constexpr std::size_t kMost = 5;
   if (prefixes.size() > kMost) return "";
@@ -37,7 +37,7 @@ inline std::string advice_on_prefixes(const std::set<std::string>& prefixes, std
   return text.empty() ? text : "; it has this below " + text + ": pass " + std::string(option) + " with that prefix";
 }
 
-/// A text of several fields, each followed by '\0', in which ranks send each other several values.
+/// A text of several fields, each followed by '\0', by which ranks exchange several values.
 class Fields {
  public:
   explicit Fields(std::string_view text) : rest_(text) {}

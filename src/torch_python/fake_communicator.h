@@ -8,8 +8,8 @@
 
 namespace fsdp::torch_python {
 
-/// Stands for torch's "fake" process group, whose peers are not there: a gather fills this rank's own region and leaves the others as they
-/// are, a reduction sums this rank's own terms. (torch's fills all regions with this rank's shard, at a cost that grows with the ranks.)
+/// Replaces torch's "fake" process group, which has no peers: a gather fills this rank's own region and leaves the others as they are, a
+/// reduction sums this rank's own terms. (torch's fills all regions with this rank's shard, at a cost that grows with the ranks.)
 class FakeCommunicator final : public comm::NullCommunicator {
  public:
   using comm::NullCommunicator::NullCommunicator;

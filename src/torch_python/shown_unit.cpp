@@ -146,7 +146,7 @@ bool ShownUnit::leave(const std::vector<at::Tensor>& outputs, bool hides) {
 }
 
 void ShownUnit::unshard(bool wait) {
-  // Shown anew, so that writes are noticed from where the unsharded parameters are present.
+  // Registered again, so that writes are noticed from the moment when the unsharded parameters are present.
   if (unit().state() != engine::ParameterState::kPresent) hide();
   {
     const py::gil_scoped_release no_gil;

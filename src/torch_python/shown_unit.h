@@ -11,24 +11,26 @@
 
 namespace fsdp::torch_python {
 
-/// The form of a unit's parameters that its modules have. show(), show_post_forward() and hide() change it, from any form to any other.
+/// The form of a unit's parameters that is registered on its modules. show(), show_post_forward() and hide() change it, from any form to
+/// any other.
 enum class Shown : std::uint8_t {
   kShards,
   kWhole,
   kPostForward,  ///< This rank's part of the copy on the post-forward mesh.
 };
 
-/// A unit together with the Python modules that have its parameters. Members need the GIL, unless they say otherwise.
+/// A unit together with the Python modules that have its parameters. Members need the GIL, unless their comment states otherwise.
 class ShownUnit final : public hooks::HookedUnit {
  public:
   /// Needs no GIL, and may be collective. It is freed with the GIL held: see freed_with_gil.
   explicit ShownUnit(hooks::UnitSpec spec);
 
-  /// The parameter that modules have between steps, and the one that they have while they compute.
+  /// Sets the parameter that modules have between steps, and the one that they have while they compute.
   void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
-  /// The parameter that modules have between forward and backward if the unit has a post-forward mesh; without one, they have the shard.
+  /// Sets the parameter that modules have between forward and backward if the unit has a post-forward mesh; without one, they have the
+  /// shard.
   void set_post_forward(std::size_t i, pybind11::object parameter) { parameters_.at(i).post_forward = std::move(parameter); }
-  /// Says that a module has parameter i under `name`. The parameter is written directly into `parameters`, the module's dictionary. If
+  /// Adds a module that has parameter i under `name`. The parameter is written directly into `parameters`, the module's dictionary. If
   /// `module` (a weak reference) is given, it is set by setattr instead, for modules that do more when a parameter is set.
   void add_place(std::size_t i, pybind11::dict parameters, pybind11::str name, pybind11::object module);
   void show();
@@ -37,20 +39,21 @@ class ShownUnit final : public hooks::HookedUnit {
   /// Needs no GIL.
   void entered_by_backward() override;
 
-  /// The unit is about to be used; `begins_forward`: a forward of one of its modules begins. Modules then show unsharded parameters.
+  /// Call it when the unit is about to be used; `begins_forward`: a forward of one of its modules begins. Registers the unsharded
+  /// parameters on the modules.
   void enter(bool begins_forward);
-  /// A forward of the unit ends, by whose outputs backward will enter it. Its modules show shards then, if `hides`. Returns false if an
-  /// outer forward of it has not ended.
+  /// Call it when a forward of the unit ends, through whose outputs backward will enter it. With `hides`, registers the shards on the
+  /// modules. Returns false if an outer forward of it has not ended.
   bool leave(const std::vector<at::Tensor>& outputs, bool hides);
-  /// Gathers the unit. With `wait`, modules show unsharded parameters afterwards.
+  /// Gathers the unit. With `wait`, registers the unsharded parameters on the modules.
   void unshard(bool wait);
-  /// Its modules show shards. If a model has the unit, the unsharded parameters are freed.
+  /// Registers the shards on the modules. If a model has the unit, the unsharded parameters are freed.
   void reshard();
   /// `local` is a Python function, or None; see HookedModel::collect_gradients.
   void collect_gradients(std::size_t i, const at::Tensor& leaf, pybind11::object local);
   void set_prefetch(bool backward, const std::vector<std::shared_ptr<ShownUnit>>& others);
-  /// False if some module has another parameter in a place than the one that it was given, if one that was frozen when the unit was made is
-  /// to be trained now, if a shard has become another tensor, or if one was given other memory (`data`, `_local_tensor`).
+  /// False if a module has another parameter in a place than the registered one, if a parameter that was frozen when the unit was made is
+  /// to be trained now, if a shard has become another tensor, or if a shard was given other memory (`data`, `_local_tensor`).
   bool has_its_parameters();
   /// True if a shard has a gradient.
   bool has_gradients() const;
@@ -89,8 +92,8 @@ class ShownUnit final : public hooks::HookedUnit {
         nullptr;  ///< The storage of the shard when it was set (a DTensor's is empty). It is compared, and never read.
     std::vector<Place> places;
     pybind11::object wrap;
-    bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last shown. If one of them
-                           ///< differs now, it was changed.
+    bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last registered. If one of
+                           ///< them differs now, it was changed.
     std::uint32_t version = 0;  ///< The version of the unsharded form when modules began to have it.
 
     /// Returns the parameter in this form. If there is no form on the post-forward mesh, it is the shard.

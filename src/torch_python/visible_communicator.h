@@ -51,7 +51,7 @@ class VisibleCommunicator final : public comm::Communicator {
 
 /// True if the program observes collectives on this thread.
 bool collectives_are_visible();
-/// Says whether the program has replaced functions of torch.distributed.
+/// Returns whether the program has replaced functions of torch.distributed.
 void set_collectives_replaced(bool replaced);
 
 }  // namespace fsdp::torch_python

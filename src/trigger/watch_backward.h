@@ -10,7 +10,7 @@
 
 namespace fsdp::trigger {
 
-/// Call it before the engine is told of an entry or a gradient. Inside of a backward that the engine does not know yet, announces it by
+/// Call it before the engine is notified of an entry or a gradient. Inside of a backward that the engine does not know yet, announces it by
 /// `begin(alive, of)`, and queues `end(of)` as autograd's final callback. Returns true if this call has announced it. Of several threads,
 /// only one does.
 template <typename Begin, typename End>
