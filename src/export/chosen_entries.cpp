@@ -79,7 +79,7 @@ void choose(Request& request, const std::optional<std::vector<std::string>>& nam
   for (const auto& name : names.value_or(std::vector<std::string>())) {
     const auto found = indices.find(name);
     if (found == indices.end()) throw Error("full_weights: the model has no parameter or buffer '" + name + "'");
-    if (factors.contains(found->second)) throw Error("full_weights: '" + name + "' does not come: merge_adapters leaves adapters out");
+    if (factors.contains(found->second)) throw Error("full_weights: '" + name + "' is not sent: merge_adapters leaves adapters out");
   }
   std::map<std::string, std::string> first;  // own names, by the receiver's
   std::vector<Entry> chosen;
@@ -90,7 +90,7 @@ void choose(Request& request, const std::optional<std::vector<std::string>>& nam
     for (auto& name : own) {
       auto as = rename ? renamed(rename, name) : name;
       if (const auto [same, is_new] = first.emplace(as, name); !is_new) {
-        throw Error("full_weights: '" + same->second + "' and '" + name + "' would both come as '" + as + "'");
+        throw Error("full_weights: '" + same->second + "' and '" + name + "' would both be named '" + as + "'");
       }
       name = std::move(as);
     }

@@ -1,4 +1,4 @@
-"""Lists the parts of a model's and an optimizer's state that this rank holds, with their names and their places in the whole."""
+"""Lists the parts of a model's and an optimizer's state that this rank holds, with their names and places."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def values_of(key: str, tensor: torch.Tensor) -> torch.Tensor:
 def chunk_of(tensor: DTensor, local: torch.Tensor) -> list[int] | None:
     """Returns where the local tensor begins in a DTensor; None if it is not one chunk of it.
 
-    Parts of any size tell where they lie by the protocol of torch.distributed.checkpoint.
+    Parts of any size provide their places by the protocol of torch.distributed.checkpoint.
     """
     chunks = tensor.__create_chunk_list__()
     return list(chunks[0].offsets) if len(chunks) == 1 and chunks[0].sizes == local.shape else None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from libfsdp._checkpoint.phases import PhaseReport
 
 _NOTHING_LOADED = "nothing was loaded:"
-# Settings of an optimizer that say how it computes, and not what: they stay as the program has them, for which state was made.
+# Settings of an optimizer that do not change its results: the program's own values are kept, for which the state was made.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -420,7 +420,7 @@ def _nested(items: list[tuple[list[str | int], Any]]) -> dict[str, Any]:
 def read_rank_extra(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Every rank's ``rank_extra`` in a checkpoint, by rank.
 
-    A run on another number of ranks needs it to divide these values anew. Not collective.
+    A run on another number of ranks needs it to divide these values again. Not collective.
 
     Args:
         path: the checkpoint's folder.

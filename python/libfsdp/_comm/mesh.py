@@ -31,7 +31,7 @@ class ShardingMesh:
         engine_mesh: the engine's view of the same ranks.
         shards: False if the only dimension replicates (DDP).
         collectives: of Python, one per dimension, where the engine communicates through torch.distributed.
-        is_own: nobody else has these collectives.
+        is_own: whether only this object uses these collectives.
         more_backends: which the engine has asked for so far, beside those of the mesh's groups.
     """
 
@@ -185,7 +185,7 @@ _given: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictiona
 
 @atexit.register
 def _tell_how_this_rank_ends() -> None:
-    """Tells ranks that wait for this one whether its script has ended normally or by an exception."""
+    """Reports to ranks that wait for this one whether its script has ended normally or by an exception."""
     _C.tell_ending(stack_dump.error_of_script())
 
 

@@ -30,7 +30,7 @@ class RegisteredMemory:
 
     What gathers fill lies in a pool of its own, which is registered as windows (symmetric memory) where NCCL has them and the memory is its
     own: that is collective, and all ranks gather alike. What a rank needs for gradients depends on those that it gets, so the other pool is
-    registered on each rank for itself. Torch registers what a pool gets later, too. The pools are deregistered when the model has gone.
+    registered on each rank for itself. Torch registers what a pool gets later, too. The pools are deregistered when the model is destroyed.
 
     Args:
         device: where the buffers lie.
@@ -45,11 +45,11 @@ class RegisteredMemory:
         self._backends: list[dist.Backend] = []
         self._pools: list[torch.cuda.MemPool] = []
         self._registered: list[tuple[dist.Backend, torch.cuda.MemPool]] = []
-        # Not when the interpreter ends: then the groups have gone.
+        # Not when the interpreter ends, because the groups no longer exist then.
         weakref.finalize(self, _deregister, self._registered).atexit = False
 
     def serve(self, engine: _C.HookedModel, backends: Iterable[dist.Backend]) -> None:
-        """The engine's buffers come from here. Its communicators are there now, and have these backends. Collective."""
+        """Makes the engine's buffers come from here, after its communicators have been made, with these backends. Collective."""
         self._backends = list(dict.fromkeys(backend for backend in backends if can_register(backend)))
         if not self._backends:
             return

@@ -1,4 +1,4 @@
-"""Tells `fsdp why` where this program is: the lines at which it is now, and the line at which an exception has ended it."""
+"""Provides the stack of this program to `fsdp why`: its present lines, and the line at which an exception has ended it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory budget leaves room for, chosen from a plan of the model."""
+"""Chooses, from a plan of the model, the data that a memory budget has room for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BudgetedUnit:
 
 
 class BudgetChoice:
-    """What a memory budget has chosen for a model, and why.
+    """The choice of a memory budget for a model, and its reasons.
 
     Attributes:
         prefetch_depth: the model's.

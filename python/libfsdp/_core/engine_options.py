@@ -17,7 +17,7 @@ class EngineOptions:
 
     Attributes:
         prefetch_depth: units that are gathered ahead of their use.
-        overlaps_reductions: with False, each reduction has ended before backward goes on.
+        overlaps_reductions: with False, each reduction ends before backward continues.
         is_last_backward: with False, the end of a backward leaves reductions under way.
         ends_step: with False, backwards that give gradients do not end a step of the reports.
         manual_finalization: with True, the end of a backward reduces nothing; finalize_backward does.

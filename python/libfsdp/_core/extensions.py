@@ -78,7 +78,7 @@ def copy_of_rows(local: torch.Tensor, begin: int, rows: int, *, to_host: bool) -
 
 @dataclass
 class _Gather:
-    """The gather of one parameter, from the shards to the whole.
+    """The gather of one parameter, from the shards to the unsharded parameter.
 
     Attributes:
         index: the index of the parameter in the unit.
@@ -145,7 +145,7 @@ class ExtendedParameters:
 
         Args:
             parameters: the parameters by their positions in the unit.
-            adopt_whole: called with a parameter's whole tensor when it exists for the first time.
+            adopt_whole: called with a parameter's unsharded tensor when it is first made.
             outer_pieces: the number of pieces into which the outer ranks cut each shard.
         """
         self._mesh = shard_mesh
@@ -158,7 +158,7 @@ class ExtendedParameters:
             _Gather(i, p, torch.Size([-(-p.shape[0] // pieces), *p.shape[1:]])) for i, p in parameters.items()
         ]
         self._unit: _C.ShownUnit | None = None
-        self._writes: torch.Tensor | None = None  # its version tells of writes to main parameters
+        self._writes: torch.Tensor | None = None  # its version shows writes to main parameters
         self._writes_seen = -1
         self._writes_sent = -1
 
@@ -222,7 +222,7 @@ class ExtendedParameters:
         return _padded(local.to(gather.parameter.compute_dtype(self._policy)), local, gather.padded)
 
     def _renew(self, gathers: list[_Gather], rows: list[torch.Tensor]) -> None:
-        """Tells the forms that new values are quantized from now on.
+        """Notifies the forms that new values are quantized from now on.
 
         Values that all ranks need are exchanged for all parameters together.
         """

@@ -40,7 +40,7 @@ def _calls_of(module: nn.Module) -> int:
 
 
 class ForwardHooks:
-    """Tells the engine when the modules of a state are used, and casts their inputs and outputs."""
+    """Notifies the engine when the modules of a state are used, and casts their inputs and outputs."""
 
     def __init__(self, state: MemberState) -> None:
         self.state = state
@@ -58,14 +58,14 @@ class ForwardHooks:
             module.register_load_state_dict_pre_hook(self._show_shards)
 
     def _show_shards(self, *_: Any) -> None:
-        """Shows shards, because state dicts must hold shards."""
+        """Registers the shards on the modules, because state dicts must hold shards."""
         self.state.reshard()
 
     @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Runs before a module's forward: gathers the unit, and makes the module show unsharded parameters."""
+        """Runs before a module's forward: gathers the unit, and registers the unsharded parameters on the module."""
         state = self.state
         model = state.model
         if model is None or model.provisional:
@@ -91,7 +91,7 @@ class ForwardHooks:
 
     @untraced
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Runs after a module's forward: makes it show shards again, and makes backward enter the unit when it reaches the output."""
+        """Runs after a module's forward: registers the shards again, and makes backward enter the unit when it reaches the output."""
         state = self.state
         model = state.model
         if model is None:

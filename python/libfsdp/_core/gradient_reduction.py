@@ -1,4 +1,4 @@
-"""Gradients that are reduced when the program says so, not when a backward ends."""
+"""Gradients that are reduced when the program requests it, not when a backward ends."""
 
 from __future__ import annotations
 

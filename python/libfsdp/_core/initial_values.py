@@ -20,7 +20,7 @@ _SAMPLED = 64  # the number of elements of each parameter, spread over it, that 
 
 
 class InitialValues:
-    """Samples of the whole values that a rank had when a unit was sharded."""
+    """Samples of the unsharded values that a rank had when a unit was sharded."""
 
     def __init__(self, values: Sequence[nn.Parameter], parameters: Sequence[ShardedParameter]) -> None:
         """Takes the samples."""

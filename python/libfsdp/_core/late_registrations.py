@@ -37,7 +37,7 @@ register_module_module_registration_hook(_count)
 
 
 def mark_ignored(modules: Iterable[nn.Module], managed: Iterable[Place]) -> None:
-    """Remembers which parameters fully_shard has seen in the modules and left alone."""
+    """Records the parameters that fully_shard found in the modules and did not shard."""
     places = {(place.module, place.name) for place in managed}
     for module in modules:
         names = {name for name, p in module._parameters.items() if p is not None and (module, name) not in places}
@@ -96,7 +96,7 @@ class Registrations:
 
 @dataclass
 class Registered:
-    """What the modules of a unit have registered, as it was when it was read.
+    """The parameters that the modules of a unit had registered when they were read.
 
     Attributes:
         parameters: the parameters that still have a place.
@@ -120,7 +120,7 @@ class Registered:
 
 
 def registered_in(parameters: list[ShardedParameter]) -> Registered:
-    """Reads what the modules of a unit have registered, and changes nothing.
+    """Reads the parameters that the modules of a unit have registered, and changes nothing.
 
     Raises:
         RuntimeError: if a module has lost a parameter.

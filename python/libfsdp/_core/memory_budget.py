@@ -1,4 +1,4 @@
-"""How much memory of its device a rank may use for a model."""
+"""The memory of its device that a rank may use for a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class MemoryBudget:
-    """How much memory of its device each rank may use for a model, and what is assumed of a training step.
+    """The memory of its device that each rank may use for a model, and assumptions about a training step.
 
     Attributes:
         bytes: for the engine, the optimizer and these activations; at least 1.

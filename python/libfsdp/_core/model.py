@@ -1,6 +1,6 @@
 """Models: the states of sharded modules that run together, and their engine, known since the first forward.
 
-Everything else knows only one state, or is told what it needs.
+All other code knows only one state, or gets what it needs as arguments.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class Model:
             self._warnings.hooks(self._with_units[position].parameters)
 
     def refuse_to_drop(self, what: str) -> None:
-        """Raises Error if backwards have left gradients that nobody has taken, which a model that is dissolved would drop."""
+        """Raises Error if backwards have left gradients that were not taken, because dissolving the model would drop them."""
         if self.engine.has_left_gradients():
             raise _C.Error(
                 f"{what}, while backwards have left gradients that are not reduced, which would be lost: finish the accumulation "

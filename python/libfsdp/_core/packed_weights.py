@@ -1,4 +1,4 @@
-"""Weights whose elements are codes, as bitsandbytes' four-bit weights are. What they mean is in their ``quant_state``."""
+"""Weights whose elements are codes, as bitsandbytes' four-bit weights are. Their ``quant_state`` has the meaning of the codes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class MixedPrecisionPolicy(_TorchPolicy):
 
 
 def keeps_dtype(policy: _TorchPolicy, parameter: nn.Parameter) -> bool:
-    """True if the parameter is computed with in its own dtype: it is packed, or the policy's function says so.
+    """True if modules compute with the parameter in its own dtype: it is packed, or the policy's function returns that dtype.
 
     Raises:
         ValueError: if the function returns anything else than None, the policy's dtype, or the parameter's.

@@ -31,7 +31,7 @@ class QuantizedForm(Protocol):
 
         Args:
             rows: the rows that encode will get, or a part of them, if other ranks have the rest.
-            whole: the tensor with which modules have computed, if there is one.
+            whole: the unsharded tensor with which modules have computed, if there is one.
 
         Returns:
             This rank's largest value, as a tensor of one element, if rows can be encoded only when the largest value of all ranks is known
@@ -55,7 +55,7 @@ class QuantizedForm(Protocol):
     def decode(self, name: str, arrived: list[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Returns the quantized tensor over the encoded rows of all ranks, rank by rank.
 
-        It does not own their memory, which comes and goes.
+        It does not own their memory, which exists only while the unit is gathered.
 
         Args:
             arrived: one gathered tensor for each that encode returned.

@@ -1,4 +1,4 @@
-"""Readers of shards, for whom writers of the same units wait, and streams of weights, which writers end."""
+"""Lets writers of shards wait for readers of the same units, and end streams of weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reading_of(states: Iterable[object]) -> Iterator[None]:
 
 
 def before_write(states: Iterable[Any]) -> None:
-    """Call it before shards of these states (MemberState) are written, except by an optimizer's step. Returns when nobody reads them.
+    """Call it before shards of these states (MemberState) are written, except by an optimizer's step. Returns when they have no readers.
 
     Raises:
         Error: if a stream of full_weights was left open, which has then ended, or if the calling thread reads the shards itself.
@@ -62,7 +62,7 @@ def before_write(states: Iterable[Any]) -> None:
 
 
 def wait_for_readers(states: Iterable[object]) -> None:
-    """Returns when nobody reads shards of these states.
+    """Returns when the shards of these states have no readers.
 
     Raises:
         Error: if the calling thread reads them itself: it would wait for ever.

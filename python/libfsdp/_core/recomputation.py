@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Recomputed:
-    """A forward that keeps its inputs alone. It lies within the unit's hooks, so that the unit is whole when backward repeats it."""
+    """A forward that keeps only its inputs. It runs within the unit's hooks, so that the unit is gathered when backward repeats it."""
 
     def __init__(self, forward: Callable[..., Any], own: Callable[..., Any] | None) -> None:
         self._forward = forward

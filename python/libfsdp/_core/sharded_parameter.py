@@ -1,6 +1,6 @@
-"""One parameter in its two forms: a DTensor of this rank's rows between steps, a whole tensor while modules compute.
+"""One parameter in its two forms: a DTensor of this rank's rows between steps, an unsharded tensor while modules compute.
 
-Without sharding (ZeRO-0) the first form is an ordinary tensor, and both are whole.
+Without sharding (ZeRO-0) the first form is an ordinary tensor, and both are complete.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ShardedParameter:
         identity: equal for parameters that were one object before they were sharded.
         sharded: the parameter that the modules have between steps.
         owner: the parameter of another unit to which it was tied, so that `sharded` is that one's.
-        keeps_dtype: whether it is computed with in its own dtype, whatever the policy says.
+        keeps_dtype: whether modules compute with it in its own dtype, whatever the policy is.
         float8_block: if not 0, it is gathered in eight bits, with a scale for each block of this many elements.
         computes_in: the dtype that it had in the module, if its shards have another one (main_params_dtype).
         grad_dtype: the dtype of its gradient, if that is not its own.

@@ -43,7 +43,7 @@ class Float8Blocks:
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How the parameters of one call of fully_shard are sharded, gathered and reduced: its arguments, see there, by their names.
+    """How the parameters of one call of fully_shard are sharded, gathered and reduced. Fields are documented as its arguments.
 
     Attributes:
         reshard_after_forward: as it was given. (A state may have another setting later.)
@@ -101,7 +101,7 @@ class ShardingOptions:
 
     @property
     def sends_gradients_in_own_dtype(self) -> bool:
-        """True if gradients are sent in the dtype of their parameter, if no ``reduce_dtype`` says otherwise, and not in the computation's.
+        """True if gradients without a ``reduce_dtype`` are sent in the dtype of their parameter, and not in that of the computation.
 
         FSDP2 does so from torch 2.15 on. It has no dtype for main parameters, which may be wider than is worth sending.
         """
@@ -204,7 +204,8 @@ def float8_block_of(
     """Returns the number of elements of a block in which the parameter is gathered; 0 if it is gathered in its dtype.
 
     Raises:
-        ValueError: if its rows are no whole blocks, or do not divide by all ranks where the outer ones shard, too.
+        ValueError: if its rows are not complete blocks, or, if the outer ranks shard as well, do not divide by all
+            ranks.
     """
     local = local_of(parameter)
     if options.outer_sharded and not divides_by_all(ranks, parameter, shard_dim):

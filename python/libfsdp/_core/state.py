@@ -79,7 +79,7 @@ class ShardState:
         self.reshard_after_forward_is_automatic = given is None
         self.reshard_after_forward = True if given is None else given
         self.after_forward = options.after_forward
-        self.reshards_after_forward = self.after_forward is _C.AfterForward.RESHARD  # Modules then show shards again.
+        self.reshards_after_forward = self.after_forward is _C.AfterForward.RESHARD  # Shards are then registered again.
         self.post_forward_size = options.post_forward_size(mesh.shard_size)
         if parameters and self.post_forward_size > 1:
             # Connecting to neighbours is collective, so ranks with another number of them, or none, would be waited for. Therefore the
@@ -111,7 +111,7 @@ class ShardState:
 
     @torch.no_grad()
     def _take_values(self, values: list[nn.Parameter]) -> None:
-        """Fills the shards with this rank's rows of the given parameters, which the modules then no longer show."""
+        """Fills the shards with this rank's rows of the given parameters, in whose place the shards are registered."""
         if self.unit is None:
             return
         if not all(value.is_meta for value in values):
@@ -404,12 +404,12 @@ class ShardState:
             self.unit.unshard(wait=True)
 
     def reshard(self) -> None:
-        """Frees the unit; modules show shards."""
+        """Frees the unit, and registers the shards on its modules."""
         if self.unit is not None:
             self.unit.reshard()
 
     def apply_prefetch_lists(self) -> None:
-        """Tells the engine the prefetch lists of the user, if a model has the unit."""
+        """Passes the prefetch lists of the user to the engine, if a model has the unit."""
         if self.unit is None or self.unit.model is None:
             return
         for in_backward, states in self.prefetch.items():

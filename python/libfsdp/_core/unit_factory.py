@@ -135,9 +135,9 @@ def make_unit(
 def post_forward_parameter(
     parameter: ShardedParameter, i: int, unit: _C.ShownUnit, mesh: DeviceMesh, ranks: int
 ) -> nn.Parameter | None:
-    """Returns the parameter as a DTensor over the post-forward mesh, in memory that comes and goes.
+    """Returns the parameter as a DTensor over the post-forward mesh, whose memory exists only after forward.
 
-    Returns None if this rank's part is not the one that torch.chunk would give it. Its module then shows the shard.
+    Returns None if this rank's part is not the one that torch.chunk would give it. Its module then has the shard.
 
     Args:
         mesh: the post-forward mesh: two dimensions, of which the second shards a copy.

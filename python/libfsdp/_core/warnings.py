@@ -18,7 +18,7 @@ _MARK = "_libfsdp_may_miss_backward_hooks"
 
 
 def may_miss_backward_hooks(module: nn.Module) -> nn.Module:
-    """Says that backward may reach the module's parameters in other ways than through its outputs, so that there is no warning about it.
+    """Declares that backward may reach the module's parameters in other ways than through its outputs, which turns the warning off.
 
     If a module's outputs are detached, hidden in objects that are not collections of tensors, or left unused, only the gradients show that
     there is a backward. They are then reduced at its end, and the parameters must still be gathered, by ``reshard_after_forward=False`` or

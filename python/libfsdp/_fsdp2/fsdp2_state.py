@@ -264,7 +264,7 @@ class FSDP2State(MemberState):
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether this is the root; None until the first forward, which shows it."""
+        """Whether this is the root; None until the first forward, which determines it."""
         return None if self.model is None or self.model.provisional else self.model.states[0] is self
 
     def _lazy_init(self) -> None:

@@ -46,7 +46,7 @@ class UnshardHandle:
         self._states = states
 
     def wait(self) -> None:
-        """Returns when the module shows its unsharded parameters. A module's own forward waits, too."""
+        """Returns when the unsharded parameters are registered on the module. A module's own forward waits, too."""
         for state in self._states:
             state.wait_for_unshard()
         self._states = ()
@@ -91,7 +91,7 @@ class FSDPModule:
                 setattr(unit, name, value)
 
     def reshard(self) -> None:
-        """Frees the module's unsharded parameters, and shows shards. Not recursive."""
+        """Frees the module's unsharded parameters, and registers the shards. Not recursive."""
         for state in self._states(recurse=False):
             state.reshard()
 
@@ -133,7 +133,7 @@ class FSDPModule:
         state.model.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """With False, the step of ``step_report`` and of timelines goes on after backward, until one with True.
+        """With False, the step of ``step_report`` and of timelines continues after backward, until one with True.
 
         Nothing else changes: each backward that reduces gradients waits for them and gives them to the parameters. In
         FSDP2, each backward gives gradients, too, but only the last one orders the current stream behind the
@@ -263,7 +263,7 @@ class FSDPModule:
         return state.mesh.collectives[-1]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """With True, buffers of collectives come from the process group's own allocator, where its backend has one (NCCL).
+        """With True, buffers of collectives come from the process group's own allocator, if its backend has one (NCCL).
 
         Units share their buffers, so all buffers of the model come from there if one of its units asks for it. Backends
         without an allocator, Gloo among them, keep the ordinary one. Call it on all ranks.
@@ -352,7 +352,7 @@ class FSDPModule:
         """Does nothing: gathers are always asynchronous."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Works like nn.Module's, after readers of the shards. It comes before the modules below this one."""
+        """Works like nn.Module's, after readers of the shards have ended. It runs before the modules below this one."""
         before_write(self._states(recurse=False))
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 

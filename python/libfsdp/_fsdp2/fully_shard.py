@@ -64,7 +64,7 @@ def fully_shard(
             a number keeps one copy between this many neighbouring ranks. None means True, except for the root, where it
             means False.
         shard_placement_fn: the dimension that a parameter is cut along, as ``Shard(dim)``; None for the first one. A dimension
-            other than the first must be divisible by the number of ranks. A :class:`ShardPlacementResult` says over which
+            other than the first must be divisible by the number of ranks. A :class:`ShardPlacementResult` defines over which
             ranks, too: parameters on ranks of their own make up a unit of their own.
         mp_policy: the dtypes of computation and of reductions.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state in host memory; None is the same as the default.
@@ -86,8 +86,8 @@ def fully_shard(
             "60GB" (60 * 10**9), or a :class:`MemoryBudget`. At the first
             forward, it is chosen from a plan which units stay gathered between forward and backward (those that save most
             communication), and, only if nothing else fits, which units recompute, of those that the budget names, and that
-            fewer units are gathered ahead. :func:`explain` says what was chosen. If nothing fits, that forward raises ``Error``
-            on all ranks, which says by how much, and which option would help. Not together with ``keep_gathered_bytes``. The
+            fewer units are gathered ahead. :func:`explain` returns the choice. If nothing fits, that forward raises ``Error``
+            on all ranks, with the missing bytes and an option that would help. Not together with ``keep_gathered_bytes``. The
             value of the root's call counts.
         report_nan_in_param_grad: whether each backward looks for NaN in gradients, and raises ``Error`` on all ranks
             with the names of parameters, units and ranks. The value of the root's call counts.

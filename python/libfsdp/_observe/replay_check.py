@@ -1,4 +1,4 @@
-"""Checks of single microbatches: what a machine has corrupted without saying so."""
+"""Checks of single microbatches for data that a machine has corrupted without an error."""
 
 from __future__ import annotations
 

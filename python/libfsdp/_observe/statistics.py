@@ -34,7 +34,7 @@ def memory_stats(module: nn.Module) -> dict[str, int]:
 
 
 def reset_peak_memory_stats(module: nn.Module) -> None:
-    """Makes the peaks of :func:`memory_stats` begin anew with what is held now. The first steps may need more than later ones.
+    """Resets the peaks of :func:`memory_stats` to the bytes that are held now. The first steps may need more than later ones.
 
     Args:
         module: the root, or any sharded module of the model.
@@ -50,7 +50,7 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
 
     Rows of tensor parallelism, over which weights are exported, count, too.
 
-    `shared_memory_bytes` says how many of these bytes peers on this host read from this rank's memory. The rest went over the wire.
+    `shared_memory_bytes` is the number of these bytes that peers on this host read from this rank's memory. The rest was sent as messages.
 
     Args:
         module: the root, or any sharded module of the model.
@@ -63,7 +63,7 @@ def wire_stats(module: nn.Module) -> dict[str, int]:
 
 
 def explain(module: nn.Module) -> str:
-    """Says what a memory budget has chosen for a model, and why: a line for each option.
+    """Returns the choice of a memory budget for a model, and the reasons: a line for each option.
 
     Args:
         module: the root, or any sharded module of the model.

@@ -17,14 +17,14 @@ class ExposedWaits:
     """The waits of this rank for one kind of collective of one unit. Times are in ms per step.
 
     Attributes:
-        unit: the unit's name; empty, or in parentheses, if it is no unit's.
+        unit: the unit's name; empty, or in parentheses, if the collective belongs to no unit.
         operation: "all-gather", "reduce-scatter", ...
         in_backward: whether the computation was in a backward.
         ms: the sum of ``reasons``.
-        device_ms: as StepReport's ``device_exposed_ms``, of these.
-        reasons: by the names of StepReport's.
+        device_ms: as StepReport's ``device_exposed_ms``, for these waits.
+        reasons: the time for each reason, by its name in StepReport.
         late_rank: the rank that was waited for the longest, or None if none was late.
-        late_rank_was: what it was doing, such as "in forward of 'blocks.3'".
+        late_rank_was: the activity of that rank, such as "in forward of 'blocks.3'".
     """
 
     unit: str
@@ -46,7 +46,7 @@ class StepReport:
     Attributes:
         steps: how many steps the report covers; 0 if none has ended, and then all else is 0.
         step_ms: from the beginning of a step to that of the next one, or to the report.
-        slowest_step_ms: of the slowest of them.
+        slowest_step_ms: the time of the longest step.
         forward_ms: until backward begins. Forwards without a backward, such as an evaluation, are a part of it.
         backward_ms: until the last reduction has ended.
         between_ms: the rest: the optimizer, loading data, saving.
@@ -62,11 +62,11 @@ class StepReport:
         waits: the longest first.
         slowest_ranks: the ranks that compute the longest, at most three, with their ``compute_ms``; the slowest first,
             and the same on all ranks.
-        median_compute_ms: ``compute_ms`` of the rank in the middle.
-        sent_bytes: what this rank sent over the wire, per step.
-        shared_memory_bytes: what peers on this host read from its memory, per step.
+        median_compute_ms: the median of ``compute_ms`` over the ranks.
+        sent_bytes: the bytes that this rank sent as messages, per step.
+        shared_memory_bytes: the bytes that peers on this host read from its memory, per step.
         peak_bytes: the most bytes that the engine held in these steps.
-        peak_unit: the unit in which the computation was then; empty if it was in none.
+        peak_unit: the unit that computed at the peak; empty if none did.
         line: one line for a log.
     """
 
@@ -117,7 +117,8 @@ def step_report(module: nn.Module, steps: int = 1) -> StepReport:
 
     Args:
         module: the root, or any sharded module of the model.
-        steps: how many; fewer are reported if fewer have ended, or if their events are no longer kept (some 16,000 are).
+        steps: the number of steps; fewer are reported if fewer have ended, or if their events are no longer kept (some
+            16,000 are).
 
     Raises:
         ValueError: if the module is not sharded, or no forward of the model has run yet.

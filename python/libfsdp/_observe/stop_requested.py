@@ -1,4 +1,4 @@
-"""Ending well by Ctrl-C and SIGTERM."""
+"""Ends a training in an orderly way after Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _received: list[int] = []
 
 
 def stop_requested(group: dist.ProcessGroup | None = None) -> bool:
-    """True on every rank of the group once SIGINT (Ctrl-C) or SIGTERM has come to one of them.
+    """True on every rank of the group after one of them has received SIGINT (Ctrl-C) or SIGTERM.
 
     Ask it after each step, and save and leave the loop if it is true: the ranks then end after the same step. torchrun passes these signals
     on to its ranks. The first call makes this process listen, in place of handlers that the program has set. Until then both signals end

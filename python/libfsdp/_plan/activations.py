@@ -1,4 +1,4 @@
-"""What a forward uses, and autograd keeps of it, found without memory and without a device."""
+"""Finds the modules and parameters that a forward uses, and the bytes that autograd keeps, without memory and without a device."""
 
 from __future__ import annotations
 

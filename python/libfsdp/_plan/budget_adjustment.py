@@ -23,7 +23,7 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | floa
     """Chooses again what a memory budget leaves open, with activations that steps have measured.
 
     Collective: call it between steps, on all ranks of the mesh. Of each number, the largest that any rank gives counts, so that all
-    ranks choose alike. :func:`explain` then says what was chosen. Values do not change.
+    ranks choose alike. :func:`explain` then returns the choice. Values do not change.
 
     Args:
         module: the root, whose fully_shard was given a memory_budget, after its first forward.
@@ -36,7 +36,7 @@ def adjust_memory_budget(module: nn.Module, activations: Mapping[str, int | floa
         Error: if nothing fits. All is then as it was.
         TypeError: if a number of bytes is none.
     """
-    explain(module)  # It says what is missing.
+    explain(module)  # It raises an error that names what is missing.
     states = list(states_in(module))
     root = states[0][1]
     budget = root.options.memory_budget

@@ -1,4 +1,4 @@
-"""What training of a model will need and send, without ranks, devices or memory."""
+"""Computes the memory and communication of training a model, without ranks, devices or memory."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs and sends in one training step, once steps have become alike.
+    """The memory and communication of a rank in one training step, after steps have become alike.
 
-    ``str()`` gives a table for people, and a notebook shows a chart.
+    ``str()`` returns a table, and a notebook shows a chart.
 
     Attributes:
         ranks: of the mesh.
@@ -89,7 +89,7 @@ class Plan:
             "unused_slots" (blocks that the engine keeps for later use), "activations"; "device" is their sum, and "host"
             what is offloaded.
         moment: when that is, such as "backward of 'layers.3'".
-        memory: what :func:`memory_stats` says after such a step, if peaks were reset before it.
+        memory: the result of :func:`memory_stats` after such a step, if peaks were reset before it.
         wire: what :func:`wire_stats` adds up in such a step.
         links: the same for each dimension of the mesh, by its name.
         units: enclosing ones first.
@@ -142,7 +142,7 @@ class Plan:
     ) -> Simulation:
         """Simulates steps on all ranks: what each computes, begins and waits for, in the order of the planned one.
 
-        A collective begins when all ranks of its row have come to it and the one before it has ended. Host time is not
+        A collective begins when all ranks of its process group have called it and the previous one has ended. Host time is not
         simulated, nor links that several groups share. Times are as good as those that you give: measure them on your machine,
         or use the simulation to compare.
 
@@ -221,7 +221,7 @@ def plan(
     prefetch_depth: int = 1,
     **options: Any,
 ) -> Plan:
-    """Says what a rank will need and send if the module is trained, sharded by :func:`fully_shard` with these options.
+    """Returns the memory and communication of a rank if the module is sharded by :func:`fully_shard` with these options, and trained.
 
     The engine itself runs steps of it over memory that has sizes and no bytes, so a plan and a run are the same to the
     byte: :func:`memory_stats` and :func:`wire_stats` of a run are the plan's ``memory`` and ``wire``. Without ``inputs``,
@@ -394,7 +394,7 @@ def _units_in(root: nn.Module, is_unit: Callable[[str, nn.Module], bool], ignore
 def _dim_of(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: ShardingMesh, options: ShardingOptions
 ) -> Callable[[nn.Parameter], int]:
-    """Returns a function of a parameter that says which dimension is cut."""
+    """Returns a function from a parameter to the dimension that is cut."""
 
     def dim_of(parameter: nn.Parameter) -> int:
         placement = None if shard_placement_fn is None or options.is_replicated else shard_placement_fn(parameter)

@@ -1,4 +1,4 @@
-"""Ranks that need not exist, for plans."""
+"""Meshes for plans, whose ranks need not exist."""
 
 from __future__ import annotations
 

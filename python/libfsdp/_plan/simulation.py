@@ -1,4 +1,4 @@
-"""How long planned steps take, and what becomes of the time of a run that fails."""
+"""Simulates the time of planned steps, and the useful part of the time of a run with failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libfsdp import _C
 
 @dataclass(frozen=True)
 class UnitTime:
-    """How long a rank computes for one unit in a step.
+    """The time that a rank computes for one unit in a step.
 
     Attributes:
         forward_ms: in forward.
@@ -22,7 +22,7 @@ class UnitTime:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """How fast a collective is over one dimension of a mesh: its latency, and the time that a rank's bytes take.
+    """The speed of a collective over one dimension of a mesh: its latency, and the rate of a rank's bytes.
 
     Attributes:
         latency_us: of each collective.
@@ -64,7 +64,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What became of the time of a run, in seconds.
+    """How the time of a run was used, in seconds.
 
     Attributes:
         seconds: from the beginning to the end.
@@ -88,7 +88,7 @@ def simulate_failures(
 ) -> Goodput:
     """Simulates a long training run that saves checkpoints and sometimes fails. All times are in seconds.
 
-    Failures come independently of each other, in checkpoints and restarts, too; each goes back to the last checkpoint that was saved.
+    Failures are independent of each other, and also happen in checkpoints and restarts; each returns to the last checkpoint that was saved.
 
     Args:
         between_failures: the average time from one failure of the whole world to the next: a rank's, divided by the ranks.
@@ -100,7 +100,7 @@ def simulate_failures(
 
     Raises:
         Error: unless ``between_failures``, ``interval`` and ``training`` are positive and the others not negative; and if the
-            run would not come to its end within a million failures.
+            run would not end within a million failures.
     """
     goodput = _C.simulate_failures(
         between_failures=between_failures,

@@ -1,4 +1,4 @@
-"""LoRA adapters as peft attaches them: what they add to which weights, and the names that weights have without them."""
+"""LoRA adapters as peft attaches them: their products, the weights to which these are added, and the weights' names without adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Adapters:
     """The active adapters of a model.
 
     Attributes:
-        names: the names that the base model has, by those in ``state_dict()`` of what comes. Adapters do not come.
+        names: the names in the base model, by those in ``state_dict()``, of the tensors that are sent. Adapters are not
+            sent.
         products: what is added to a weight, by each of its names in ``state_dict()``.
     """
 
@@ -51,7 +52,7 @@ class Adapters:
     products: dict[str, list[Product]] = field(default_factory=dict)
 
     def merged_into(self, names: Collection[str]) -> list[_C.WeightAdapter]:
-        """Returns each of these weights with what is added to it. A tied one, which comes under several names, is there once."""
+        """Returns each of these weights with the products that are added to it. A tied weight, which has several names, is listed once."""
         of_weight = {id(products): (name, products) for name, products in self.products.items() if name in names}
         return [_C.WeightAdapter(name, *product) for name, products in of_weight.values() for product in products]
 
@@ -60,7 +61,7 @@ def adapters_of(model: nn.Module, values: dict[str, Any], states: list[MemberSta
     """Returns the active adapters. They are known by their attributes; peft is not imported.
 
     Args:
-        model: the module whose weights come.
+        model: the module whose weights are sent.
         values: its ``state_dict(keep_vars=True)``.
         states: the states in it.
 
@@ -92,7 +93,7 @@ class _Search:
 
     def found(self) -> Adapters:
         layers = 0
-        # The modules of a layer come behind it.
+        # The modules of a layer follow it.
         for path, module in self._model.named_modules():
             if all(hasattr(module, attribute) for attribute in _OF_LORA):
                 self._take_layer(path, module)
@@ -145,7 +146,7 @@ class _Search:
             self._found.products.update(dict.fromkeys(names, products))
 
     def _take_wrapper(self, wrapper: Any) -> None:
-        """Takes, of a module that is trained whole beside adapters (modules_to_save), the one with which the model computes."""
+        """For a module that is trained completely beside adapters (modules_to_save), takes the copy with which the model computes."""
         active = next(iter(wrapper.active_adapters), None)
         for name, child in wrapper.named_children():
             if name == "original_module" and active is not None:

@@ -1,4 +1,4 @@
-"""Changes of weights into tensors that have the earlier values, in place."""
+"""Writes changes of weights, in place, into tensors that have the earlier values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def apply_changes(
         target: an ordinary module, or tensors by their names.
         buckets: lists of WeightChange, as full_weights gives them with ``since``; or single ones, as another process
             may send them.
-        rename: returns the target's name for a name that comes.
+        rename: returns the target's name for a received name.
 
     Raises:
         Error: if a name comes that the target does not have; if shapes differ; if positions are outside of the tensor, or
@@ -63,7 +63,7 @@ def _apply(tensors: Targets, number: int, changes: list[Any], rename: Callable[[
     found: list[tuple[torch.Tensor, WeightChange]] = []
     for change in changes:
         if not isinstance(change, WeightChange):
-            raise _C.Error(f"apply_changes: bucket {number + 1}: a WeightChange must come, got {change!r:.60}")
+            raise _C.Error(f"apply_changes: bucket {number + 1}: expected a WeightChange, got {change!r:.60}")
         mine = change.name if rename is None else rename(change.name)
         label = f"'{change.name}'" if mine == change.name else f"'{change.name}' (here {mine!r})"
         tensor = tensors.get(mine)
@@ -88,15 +88,15 @@ def _fault_of(label: str, tensor: torch.Tensor, change: WeightChange) -> str:
     if shape != tuple(change.shape):
         return f"{label} is {list(change.shape)}, and here {list(shape)}"
     if positions is None:
-        return "" if shape == tuple(values.shape) else f"{label} comes with values {list(values.shape)}"
+        return "" if shape == tuple(values.shape) else f"{label} has values {list(values.shape)}"
     if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 1:
-        return f"{label} comes with positions {positions.dtype} {list(positions.shape)}"
+        return f"{label} has positions {positions.dtype} {list(positions.shape)}"
     if values.shape != positions.shape:
-        return f"{label} comes with {len(positions)} positions and values {list(values.shape)}"
+        return f"{label} has {len(positions)} positions and values {list(values.shape)}"
     if len(positions) > 0:
         low, high = (int(bound) for bound in positions.aminmax())
         if low < 0 or high >= tensor.numel():
-            return f"{label} comes with position {low if low < 0 else high}, and has {tensor.numel()} elements"
+            return f"{label} has {tensor.numel()} elements, and no position {low if low < 0 else high}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What has changed in the weights of a sharded model, in a stream of buckets."""
+"""Changes in the weights of a sharded model, in a stream of buckets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WeightSnapshot:
-    """What the receivers of a model's weights have: the bits of this rank's shards, in the dtype in which they travelled last.
+    """The values that the receivers of a model's weights have: the bits of this rank's shards, in the dtype in which they were last sent.
 
     A stream of full_weights that is given it as ``since`` sends what differs from it, and brings it up to date. A new one
     has nothing, so that everything is sent. Everything is sent, too, after a stream that has not come to its end on all
@@ -42,10 +42,10 @@ class WeightChange(NamedTuple):
 
     Attributes:
         name: the name in ``state_dict()``.
-        shape: the shape of the whole tensor.
+        shape: the shape of the unsharded tensor.
         positions: where the elements are in the flattened tensor, each once: one dimension, int32, or int64 for tensors
-            of 2**31 elements and more. None if all of them come.
-        values: as many as there are positions, in one dimension; the whole tensor if all come.
+            of 2**31 elements and more. None if all elements are sent.
+        values: as many as there are positions, in one dimension; the complete tensor if all elements are sent.
     """
 
     name: str
@@ -55,7 +55,7 @@ class WeightChange(NamedTuple):
 
 
 class ChangeBucket(list[WeightChange]):
-    """Changes, the whole tensors first.
+    """Changes, complete tensors first.
 
     Attributes:
         flat: the buffer of which positions and values are views: one dimension, bytes; each tensor begins at a multiple

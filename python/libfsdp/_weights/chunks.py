@@ -1,4 +1,4 @@
-"""Which chunks of a whole tensor each rank of a mesh has."""
+"""Computes the chunks of an unsharded tensor that each rank of a mesh has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk that a rank's part and the whole tensor have in common: where it begins in each, and its sizes."""
+    """A chunk that a rank's part and the unsharded tensor share: where it begins in each, and its sizes."""
 
     in_part: list[int]
     offsets: list[int]
@@ -37,18 +37,18 @@ class Chunk(NamedTuple):
 
 
 class LocalChunk(NamedTuple):
-    """A chunk of a whole tensor, with this rank's values of it, as a view."""
+    """A chunk of an unsharded tensor, with this rank's values, as a view."""
 
     offsets: list[int]
     values: torch.Tensor
 
 
 def local_chunks(tensor: DTensor, local: torch.Tensor) -> list[LocalChunk] | None:
-    """Returns the chunks that ``local``, the local tensor, has of a DTensor; None if its shape is not what the placements say.
+    """Returns the chunks that ``local``, the local tensor, has of a DTensor; None if its shape does not fit the placements.
 
     A dimension may be cut several times: a tensor-parallel piece of it is cut once more by the ranks that shard.
     """
-    if hasattr(local, "__create_chunk_list__"):  # The placements do not tell where such a part lies.
+    if hasattr(local, "__create_chunk_list__"):  # The place of such a part does not follow from the placements.
         offsets = chunk_of(tensor, local)
         return None if offsets is None else [LocalChunk(offsets, local)]
     mesh = tensor.device_mesh

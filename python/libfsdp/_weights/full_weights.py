@@ -1,4 +1,4 @@
-"""Whole weights of a sharded model, in a stream of buckets."""
+"""Unsharded weights of a sharded model, in a stream of buckets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RECEIVERS = {
 
 
 class WeightBucket(list[tuple[str, torch.Tensor]]):
-    """Names with whole tensors, in the order of ``state_dict()``.
+    """Names with unsharded tensors, in the order of ``state_dict()``.
 
     Attributes:
         flat: the buffer of which the tensors are views: one dimension, bytes; each tensor begins at a multiple of 64
@@ -136,7 +136,7 @@ def full_weights(
         problem = problem or f"full_weights: since must be a WeightSnapshot or None, got {since!r}"
     values: dict[str, Any] = {}
     try:
-        values = model.state_dict(keep_vars=True)  # Modules show shards then.
+        values = model.state_dict(keep_vars=True)  # Modules then have shards.
         for model_of_states in {state.model for state, _ in states}:
             if model_of_states is not None:
                 model_of_states.adopt_registered()

@@ -1,4 +1,4 @@
-"""Whole weights into an ordinary module, in place."""
+"""Loads unsharded weights into an ordinary module, in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Pair = tuple[str, torch.Tensor]
 
-_TOLD = 5  # faults that a message tells one by one
+_TOLD = 5  # faults that a message lists
 
 
 def load_weights(
@@ -45,9 +45,9 @@ def load_weights(
 
     Args:
         module: an ordinary module, a model of transformers, say.
-        buckets: lists of names with whole tensors, as full_weights gives them; or names with tensors, as WeightSource does.
-        names: only these of the names of the module's ``state_dict()`` come; by default, all must come.
-        rename: returns the module's name for a name that comes.
+        buckets: lists of names with unsharded tensors, as full_weights returns them; or names with tensors, as WeightSource does.
+        names: the names of the module's ``state_dict()`` that are sent; by default all.
+        rename: returns the module's name for a received name.
 
     Raises:
         Error: if names come that the module does not have, or twice; if shapes differ; if names have not come by the
@@ -65,7 +65,7 @@ def load_weights(
 
 
 def _buckets_of(buckets: Iterable[Any]) -> Iterator[list[Pair]]:
-    """Yields lists of pairs; a pair that comes alone is a bucket of its own."""
+    """Yields lists of pairs; a single pair is a bucket of its own."""
     for bucket in buckets:
         yield (
             [bucket] if isinstance(bucket, tuple) and len(bucket) == 2 and isinstance(bucket[0], str) else list(bucket)
@@ -80,7 +80,7 @@ def targets_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Loading:
-    """What has come for a module, and what is expected.
+    """The tensors that a module has received, and those that are expected.
 
     Args: those of load_weights.
     """
@@ -88,7 +88,7 @@ class _Loading:
     def __init__(self, module: nn.Module, names: Collection[str] | None, rename: Callable[[str], str] | None) -> None:
         self._targets = targets_of(module)
         self._rename = rename
-        self._come: dict[str, str] = {}  # the names that have come, by those that they have in the module
+        self._come: dict[str, str] = {}  # the received names, by those that they have in the module
         self._filled: dict[int, str] = {}  # the name by which a tensor was filled, by its id
         # Of packed weights, their quant_state comes, too, under names behind theirs.
         self._parts: dict[str, QuantStatePart] = {}
@@ -118,9 +118,9 @@ class _Loading:
         for entry in bucket:
             name, tensor = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (None, None)
             if isinstance(entry, WeightChange):
-                raise _C.Error("load_weights: changes come, of full_weights with since; pass them to apply_changes")
+                raise _C.Error("load_weights: these are changes, of full_weights with since; pass them to apply_changes")
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise _C.Error(f"load_weights: bucket {number + 1}: a name with a tensor must come, got {entry!r:.60}")
+                raise _C.Error(f"load_weights: bucket {number + 1}: expected a name and a tensor, got {entry!r:.60}")
             mine = name if self._rename is None else self._rename(name)
             label = f"'{name}'" if mine == name else f"'{name}' (here {mine!r})"
             target = self._targets.get(mine)
@@ -128,7 +128,7 @@ class _Loading:
             if target is None:
                 faults.append(f"no parameter or buffer {label}")
             elif earlier is not None:
-                faults.append(f"{label} has come before" + (f", as '{earlier}'" if earlier != name else ""))
+                faults.append(f"{label} was received before" + (f", as '{earlier}'" if earlier != name else ""))
             elif mine in self._parts:
                 fault = self._parts[mine].fault_of(tensor)
                 if fault:
@@ -150,7 +150,7 @@ class _Loading:
             self._come[mine] = name
 
     def end(self) -> None:
-        """Raises Error if a tensor has not come."""
+        """Raises Error if a tensor is missing."""
         missing = [f"'{name}'" for name, target in self._targets.items() if id(target) not in self._filled]
         if missing:
             raise _C.Error(
@@ -180,7 +180,7 @@ class _Loading:
             )
 
     def _loaded(self) -> str:
-        """Tells how much is in the module."""
+        """Returns how much was loaded, for messages."""
         last = f", the last of them '{next(reversed(self._come))}'" if self._come else ""
         return f"{len(self._come)} of {len(self._targets)} were loaded before{last}"
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank has of a parameter: a box of the whole tensor.
+    """This rank's part of a parameter: a chunk of the unsharded tensor.
 
     Attributes:
         name: the name in ``state_dict()``.
         dtype: that of the shard, and not that in which modules compute.
-        shape: the shape of the whole tensor.
+        shape: the shape of the unsharded tensor.
         offsets: where the box begins in the whole, in elements of each dimension.
         sizes: the sizes of the box; it is empty where this rank has nothing.
         tensor: the values of the box, a view of the shard's memory. Read it, and do not write.
@@ -61,7 +61,7 @@ class LocalShards(list[LocalShard]):
 
     def is_valid(self) -> bool:
         """Returns True while the shards are where they were. Otherwise, their memory stays, but the model does not use it."""
-        # What modules show while they compute stands for the shard.
+        # The unsharded parameter, which modules have while they compute, stands for the shard.
         forms = {
             id(form): parameter.sharded
             for state in _states_of(self._model)
@@ -131,7 +131,7 @@ def local_shards(model: nn.Module) -> LocalShards:
     states = _states_of(model)
     if not states:
         raise ValueError(f"{type(model).__name__} is not sharded; call fully_shard on it first")
-    values = model.state_dict(keep_vars=True)  # Modules show shards then.
+    values = model.state_dict(keep_vars=True)  # Modules then have shards.
     # What the program has assigned becomes the shards now, and not in the next forward.
     if any(not state.shows_its_parameters() for state in states):
         for of_states in {state.model for state in states if state.model is not None}:

@@ -1,4 +1,4 @@
-"""Weights from the ranks that train to ranks that divide them otherwise, without a whole tensor anywhere."""
+"""Transfers weights from the ranks that train to ranks that divide them differently, without unsharded tensors anywhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WantedBox:
 
 
 class TransferPlan:
-    """Who sends which parts of the weights to whom: see transfer_plan."""
+    """A plan of which rank sends which parts of the weights to which other rank: see transfer_plan."""
 
     def __init__(
         self, transfer: _C.PlannedTransfer, group: dist.ProcessGroup, model: nn.Module | None, timeout: timedelta
@@ -63,7 +63,7 @@ class TransferPlan:
 
     @property
     def boxes(self) -> list[tuple[int, int, list[Box]]]:
-        """What this rank sends and receives, in this order: sender, receiver, and the name, offsets, sizes and dtype of each box."""
+        """The boxes that this rank sends and receives, in this order: sender, receiver, name, offsets, sizes and dtype of each box."""
         return self._transfer.messages()
 
     @property
@@ -93,9 +93,9 @@ class TransferPlan:
                 first run of a snapshot sends everything. A snapshot belongs to one plan.
 
         Raises:
-            CommError: on all ranks, if one did not come in time; nothing was sent then, and the plan can run again. Also
-                if one has died on the way: receivers may then have some of the new values, and another run needs a new
-                group and a new plan.
+            CommError: on all ranks, if one did not call it in time; nothing was sent then, and the plan can run again.
+                Also if one has died on the way: receivers may then have some of the new values, and another run needs a
+                new group and a new plan.
             Error: on all ranks, if one of them can't take part; nothing was sent.
         """
         held: list[_C.HeldChunk] = []
@@ -121,7 +121,7 @@ def transfer_plan(
 ) -> TransferPlan:
     """Plans how weights get from the ranks that train to ranks that want other parts of them, such as those of an inference engine.
 
-    The ranks of the group tell each other once which parts they have and want. Each ``run()`` of the plan then sends every
+    The ranks of the group exchange once which parts they have and want. Each ``run()`` of the plan then sends every
     element that a receiver wants to it once, straight from the shard of one of the ranks that have it, already in the dtype
     that is wanted. What a rank both wants and has, it copies by itself. Boxes above ``message_bytes`` are divided; a rank
     has buffers for two messages at most.
@@ -138,8 +138,8 @@ def transfer_plan(
 
     Raises:
         Error: on all ranks, if an argument is wrong on one, if they differ, if no parameter or buffer has a name, if a box
-            is outside of its tensor, or if a tensor is not converted to a dtype. Training can go on.
-        CommError: on all ranks, with the number of a rank that did not come in time.
+            is outside of its tensor, or if a tensor is not converted to a dtype. Training can continue.
+        CommError: on all ranks, with the number of a rank that did not call it in time.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -177,7 +177,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _settings(group: dist.ProcessGroup, receivers: Any, message_bytes: Any, timeout: Any) -> _C.TransferSettings:
-    """Checks what all ranks say alike, and each rank's timeout.
+    """Checks the settings that are the same on all ranks, and each rank's timeout.
 
     Raises:
         Error: if it can't be.

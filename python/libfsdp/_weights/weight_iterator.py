@@ -33,7 +33,7 @@ class WeightIterator(ABC, Generic[Bucket]):
 
         Raises:
             Error: if another rank has stopped.
-            CommError: if a rank has gone.
+            CommError: if a rank has ended.
         """
         bucket = self._stream.next()
         if bucket is None:
@@ -55,5 +55,5 @@ class WeightIterator(ABC, Generic[Bucket]):
         self.close()
 
     def close(self) -> None:
-        """Stops before the last bucket. Waits until the other ranks have come to their next bucket; does nothing after the end."""
+        """Stops before the last bucket. Waits until the other ranks have requested their next bucket; does nothing after the end."""
         self._stream.close()

@@ -1,4 +1,4 @@
-"""The names under which unsharded weights come."""
+"""The names under which unsharded weights are sent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def names_that_come(
     rename: Callable[[str], str] | None,
     adapters: Adapters | None,
 ) -> dict[str, str]:
-    """Returns the names under which tensors come, by those in ``state_dict()``, in its order.
+    """Returns the names under which tensors are sent, by those in ``state_dict()``, in its order.
 
     Args:
         values: the state dict.
         names: only these of its names; None: all.
         rename: returns the receiver's name for one of the state dict, or, with adapters, of the base model.
-        adapters: those that are merged, so that they do not come themselves.
+        adapters: those that are merged, and therefore not sent.
 
     Raises:
-        Error: for names that do not come, or for a ``rename`` that fails, or gives a name twice.
+        Error: for names that are not sent, or for a ``rename`` that fails, or returns a name twice.
     """
     own = {name: name for name, value in values.items() if isinstance(value, torch.Tensor)}
     if adapters is not None:
         own = {name: adapters.names[name] for name in own if name in adapters.names}
     for name in names or ():
         if name not in own and name in values:
-            raise _C.Error(f"full_weights: '{name}' does not come: merge_adapters leaves adapters out")
+            raise _C.Error(f"full_weights: '{name}' is not sent: merge_adapters leaves adapters out")
         if name not in own:
             raise _C.Error(f"full_weights: the model has no parameter or buffer '{name}'")
     if names is not None:
@@ -46,7 +46,7 @@ def names_that_come(
     first: dict[str, str] = {}
     for name, new in received.items():
         if first.setdefault(new, name) != name:
-            raise _C.Error(f"full_weights: '{first[new]}' and '{name}' would both come as '{new}'")
+            raise _C.Error(f"full_weights: '{first[new]}' and '{name}' would both be named '{new}'")
     return received
 
 

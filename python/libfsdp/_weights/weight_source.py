@@ -1,4 +1,4 @@
-"""Whole weights for programs that first ask what will come, and then take one tensor after the other."""
+"""Unsharded weights for programs that first ask for names and shapes, and then take one tensor after the other."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class WeightMetadata(NamedTuple):
-    """What a WeightSource tells of a tensor before it comes.
+    """The facts that a WeightSource returns about a tensor before it is sent.
 
     Attributes:
-        name: the name under which it comes.
-        dtype: the dtype in which it comes.
-        shape: the sizes of the whole tensor.
+        name: the name under which it is sent.
+        dtype: the dtype in which it is sent.
+        shape: the sizes of the unsharded tensor.
     """
 
     name: str

@@ -263,7 +263,7 @@ class MegatronFSDP(nn.Module):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Sends gradients in another dtype, for the time of a ``with`` block of whole steps.
+        """Sends gradients in another dtype within a ``with`` block of complete steps.
 
         Entering and leaving make new units, and copy the shards. Main parameters and gradients keep their dtypes.
 
@@ -323,7 +323,7 @@ class MegatronFSDP(nn.Module):
         self._show_shards()
 
     def _show_shards(self) -> None:
-        """Shows shards to users, while unsharded parameters may stay gathered."""
+        """Registers the shards on the modules, while unsharded parameters may stay gathered."""
         for state in self._states:
             if state.unit is not None:
                 state.unit.hide()
@@ -426,7 +426,8 @@ class MegatronFSDP(nn.Module):
 
         Args:
             unused: arguments of Megatron-Core's hooks.
-            force_sync: gather all, and wait. ``parameters()`` are whole then, until a forward, a step or ``synchronize_param_gather()``.
+            force_sync: gather all, and wait. ``parameters()`` are then unsharded, until a forward, a step or
+                ``synchronize_param_gather()``.
             force_dispatch: an argument of Megatron-Core's DDP.
         """
         if self.strategy == ShardingStrategy.NO_SHARD:
@@ -445,7 +446,7 @@ class MegatronFSDP(nn.Module):
             state.reshard()
 
     def install_optimized_model_weights(self) -> None:
-        """Says that the optimizer has written its weights. ``parameters()`` are these, and the next forward gathers them again."""
+        """Call it when the optimizer has written its weights. ``parameters()`` are these, and the next forward gathers them again."""
         self._awaits_install = False
         self._show_shards()
         if self._model is not None:

@@ -82,7 +82,8 @@ def fully_shard_model(
         overlap_grad_reduce: with False, each reduction ends before backward continues.
         overlap_param_gather: with False, no unit is gathered ahead.
         sync_model_each_microbatch: whether parameters have their gradients after each backward.
-        preproc_state_dict_for_dcp_ckpt: whether state dicts say where shards lie, for torch.distributed.checkpoint.
+        preproc_state_dict_for_dcp_ckpt: whether state dicts contain the places of shards, for
+            torch.distributed.checkpoint.
         report_nan_in_param_grad: whether each backward raises if gradients have NaN.
         average_in_collective: has no effect: sums are computed in fp32, and then divided.
         disable_bucketing: has no effect: there are no buckets.

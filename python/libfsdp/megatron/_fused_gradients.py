@@ -21,7 +21,7 @@ class FusedGradients:
 
     A buffer is as large as the parameter, and holds zeros. A kernel adds the gradient to it, or overwrites it
     (``overwrite_main_grad``), sets ``parameter.grad_added_to_main_grad``, and returns any tensor of the parameter's shape, or
-    None, as the gradient. When autograd comes to the parameter, the buffer is reduced instead of that gradient. Without the flag,
+    None, as the gradient. When autograd reaches the parameter, the buffer is reduced instead of that gradient. Without the flag,
     autograd's gradient is reduced as usual.
     """
 
@@ -63,7 +63,7 @@ class FusedGradients:
         """Called when a backward has ended.
 
         Raises:
-            RuntimeError: if a kernel has added a gradient to its buffer, and autograd has not come to the parameter.
+            RuntimeError: if a kernel has added a gradient to its buffer, and autograd has not reached the parameter.
         """
         lost = [name for name, whole in self._given if whole.grad_added_to_main_grad]
         self.forget()

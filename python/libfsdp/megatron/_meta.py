@@ -153,7 +153,7 @@ class _Scratch:
         self._capacity = max(self._capacity, sum(self._bytes_of(parameter) for parameter in parameters))
 
     def take(self, parameter: ShardedParameter, device: torch.device) -> torch.Tensor:
-        """Returns a tensor of the parameter's whole shape with undefined values."""
+        """Returns a tensor of the parameter's unsharded shape with undefined values."""
         if self._memory is None:
             self._memory = torch.empty(self._capacity, dtype=torch.uint8, device=device)
         begin = self._used
@@ -162,7 +162,7 @@ class _Scratch:
         return self._memory[begin : begin + parameter.shape.numel() * dtype.itemsize].view(dtype).view(parameter.shape)
 
     def clear(self) -> None:
-        """Says that the tensors that were taken are no longer needed."""
+        """Call it when the tensors that were taken are no longer needed."""
         self._used = 0
 
     @staticmethod

@@ -54,7 +54,7 @@ def require_quiet(module: nn.Module, function: str) -> None:
     """Gives up the engines of modules below a future root, which may have run by themselves.
 
     Raises:
-        RuntimeError: inside of a backward, and while one of them shows unsharded parameters or has gradients that are not reduced.
+        RuntimeError: inside of a backward, and while one of them has unsharded parameters or gradients that are not reduced.
     """
     models = []
     for name, state, _ in states_in(module):

@@ -68,7 +68,7 @@ def extend(optimizer: torch.optim.Optimizer) -> MegatronFSDP:
         # Backwards within no_sync() leave gradients unreduced under automatic synchronization, too.
         if sync_grad_before_optimizer_step and (not model.model_auto_sync or model.microbatch_count > 0):
             model.finish_grad_sync()
-        model._show_shards()  # Parameters that start_param_sync() has gathered show the weights from before the step.
+        model._show_shards()  # Parameters that start_param_sync() has gathered have the weights from before the step.
         model._gradients.install()  # A forward since the last backward has put main gradients back.
         result = base_step(*args, **kwargs)
         if install_optimized_model_weights:
@@ -138,7 +138,7 @@ def complete_state_dicts(optimizer: torch.optim.Optimizer, *, tells_places: bool
     The optimizer itself stays as it is.
 
     Args:
-        tells_places: whether state dicts say where shards lie, for torch.distributed.checkpoint.
+        tells_places: whether state dicts contain the places of shards, for torch.distributed.checkpoint.
     """
     made: list[nn.Parameter] = []
 

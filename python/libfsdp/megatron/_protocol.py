@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# The attributes that are copied to the distributed parameter, and to the whole one with which modules compute.
+# The attributes that are copied to the distributed parameter, and to the unsharded one with which modules compute.
 CARRIED = (
     "allreduce",
     "sequence_parallel",

@@ -1,6 +1,7 @@
-"""Recipes with one scale for a tensor: how each rank quantizes its rows with the scale that the whole tensor has.
+"""Recipes with one scale for a tensor: how each rank quantizes its rows with the scale of the unsharded tensor.
 
-They are known by the names of TransformerEngine's recipes, which its quantizers tell. Nothing of it is imported.
+They are known by the names of TransformerEngine's recipes, which its quantizers have. TransformerEngine is not
+imported.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class TensorScale:
         return []
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
-        """Called when all ranks' rows, and the tensors beside them, have arrived: gives the whole tensor its scale."""
+        """Called when all ranks' rows, and the tensors beside them, have arrived: sets the scale of the unsharded tensor."""
         raise NotImplementedError
 
 
 def scale_of(quantizer: Any) -> TensorScale | None:
-    """Returns the object that gives ranks the scale of the whole tensor; None if the recipe is not known to have one scale."""
+    """Returns the object that gives ranks the scale of the unsharded tensor; None if the recipe is not known to have one scale."""
     recipe = quantizer._get_compatible_recipe() if hasattr(quantizer, "_get_compatible_recipe") else None
     names = {cls.__name__ for cls in getattr(recipe, "__mro__", ())}
     if "DelayedScaling" in names:
@@ -138,7 +139,7 @@ class CurrentScale(TensorScale):
         return quantized
 
     def deliver(self, name: str, quantizer: Any, arrived: list[torch.Tensor], whole: Any) -> None:
-        """Gives the whole tensor the scale of this rank's rows, which is that of all rows."""
+        """Sets the scale of the unsharded tensor to that of this rank's rows, which is that of all rows."""
         if not self._is_delivered:
             whole._scale_inv.copy_(self._scale_inv.reshape(whole._scale_inv.shape))
         self._is_delivered = True

@@ -137,7 +137,7 @@ def _modules_of(option: str, classes: tuple[type[nn.Module], ...], root: nn.Modu
 
 
 def _shard(module: nn.Module, options: UnitOptions, *, stays_gathered: bool) -> None:
-    """Makes a module a unit, whose parameters may stay whole until their values change."""
+    """Makes a module a unit, whose parameters may stay gathered until their values change."""
     made = shard(
         module,
         options.index.data_parallel_mesh(),

@@ -1,6 +1,6 @@
-"""DTensors whose ranks hold parts of any size, none included: where each part lies, whole tensors, splits, checkpoints.
+"""DTensors whose ranks hold parts of any size, including none: places of parts, unsharded tensors, splits, checkpoints.
 
-DTensor computes a part's place from the rule that all parts but the last ones are equal. Here the ranks tell each other the sizes of
+DTensor computes a part's place from the rule that all parts but the last ones are equal. Here the ranks exchange the sizes of
 what they have. Names and arguments are those of Megatron-FSDP's ``uneven_dtensor``.
 """
 

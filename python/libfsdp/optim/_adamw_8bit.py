@@ -73,7 +73,7 @@ class AdamW8bit(BeginsAnew):
         """Updates the parameters that have a gradient.
 
         Args:
-            closure: computes the loss anew, and gradients.
+            closure: computes the loss again, and gradients.
 
         Returns:
             What the closure returned.

@@ -32,7 +32,7 @@ def clip_grad_norm_(
     """Scales gradients in place so that their joint norm is at most ``max_norm``.
 
     As torch.nn.utils.clip_grad_norm_, over DTensors of any meshes and over plain tensors. Each rank adds up its own part in
-    double precision; ranks tell each other one number per dimension of a mesh. All ranks add these up in the same order, so all
+    double precision; ranks exchange one number per dimension of a mesh. All ranks add these up in the same order, so all
     ranks have the same norm. Collective over the meshes of the parameters. Gradients that a step of a MegatronFSDP's optimizer would
     reduce are reduced first, and where they are ``decoupled_grad``, these count.
 

@@ -30,7 +30,7 @@ class _InOneCall(BeginsAnew):
         """Updates the parameters that have a gradient; see torch.optim.
 
         Args:
-            closure: computes the loss anew, and gradients.
+            closure: computes the loss again, and gradients.
 
         Returns:
             What the closure returned.

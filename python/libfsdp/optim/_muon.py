@@ -96,7 +96,7 @@ class _Row:
 
 
 def _has_gradient(parameter: Tensor) -> bool | None:
-    """Returns None if this rank has no elements of the parameter and no gradient, which says nothing about other ranks."""
+    """Returns None if this rank has no elements of the parameter and no gradient; other ranks may have one."""
     if parameter.grad is not None:
         return True
     return None if _C.local_of(parameter).numel() == 0 else False
@@ -152,7 +152,7 @@ class Muon(BeginsAnew, torch.optim.Muon):
         """Updates the matrices that have a gradient; see torch.optim. Collective.
 
         Args:
-            closure: computes the loss anew, and gradients.
+            closure: computes the loss again, and gradients.
 
         Returns:
             What the closure returned.

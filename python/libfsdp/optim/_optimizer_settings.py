@@ -14,7 +14,7 @@ _TOLD = "_libfsdp_told"
 
 
 def tell_settings(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor | None = None) -> None:
-    """Called at each step: tells the models of the first parameter of each group which settings have changed since the last step.
+    """Called at each step: passes the settings that have changed since the last step to the model of each group's first parameter.
 
     Args:
         grad_scale: the number by which its gradients are still to be divided.
@@ -45,7 +45,7 @@ def _settings_of(group: dict[str, Any], of_group: str) -> str:
 
 
 def _value(value: Any) -> Any:
-    """Returns the value in the form that is compared and shown. Tensors on an accelerator are left out, to avoid waiting for them."""
+    """Returns the value in the form that is compared and printed. Tensors on an accelerator are left out, to avoid waiting for them."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, (tuple, list)):

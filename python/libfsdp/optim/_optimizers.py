@@ -1,4 +1,4 @@
-"""Notices the steps of optimizers, and finds the states whose parameters an optimizer has."""
+"""Detects the steps of optimizers, and finds the states whose parameters an optimizer has."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _alive(states: Iterable[weakref.ref[MemberState]]) -> Iterator[MemberState]:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Runs before the step, so that forwards and backwards of a closure come after it."""
+    """Runs before the step, so that forwards and backwards of a closure run after it."""
     owners = _owners(optimizer)
     if owners.stepped:
         wait_for_readers(_alive(owners.stepped))
@@ -98,7 +98,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Outdates unsharded parameters that models keep across forwards, even models that this optimizer does not update.
+    """Marks unsharded parameters that models keep across forwards as stale, even in models that this optimizer does not update.
 
     An optimizer without sharded parameters is ignored, because it may exist on one rank only.
     """

@@ -222,9 +222,9 @@ TEST(MergedWeights, RefuseWhatDoesNotFitOnAllRanks) {
     text = refused(changed([](auto& adapter) { adapter.weight = "first.base.bias"; }));
     EXPECT_TRUE(has(text, "'first.base.bias' is [7], and no matrix")) << text;
     text = refused(good, {.names = {{"first.lora_a"}}});
-    EXPECT_TRUE(has(text, "'first.lora_a' does not come: merge_adapters leaves adapters out")) << text;
+    EXPECT_TRUE(has(text, "'first.lora_a' is not sent: merge_adapters leaves adapters out")) << text;
     text = refused(good, {.rename = [](const std::string&) { return std::string("x"); }});
-    EXPECT_TRUE(has(text, "'first.base.weight' and 'first.base.bias' would both come as 'x'")) << text;
+    EXPECT_TRUE(has(text, "'first.base.weight' and 'first.base.bias' would both be named 'x'")) << text;
     text = refused(good, {.rename = [](const std::string&) -> std::string { throw std::runtime_error("no name"); }});
     EXPECT_TRUE(has(text, "rename failed for 'first.base.weight': no name")) << text;
     // On one rank only.

@@ -393,11 +393,11 @@ def test_single_changes_and_modules() -> None:
     [
         ({"name": "bias"}, "no parameter or buffer 'bias'"),
         ({"shape": (4, 3)}, r"'weight' is \[4, 3\], and here \[3, 4\]"),
-        ({"positions": None}, r"'weight' comes with values \[2\]"),
-        ({"positions": torch.zeros(2)}, "'weight' comes with positions torch.float32"),
-        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"'weight' comes with 3 positions and values \[2\]"),
-        ({"positions": torch.tensor([0, 12])}, "'weight' comes with position 12, and has 12 elements"),
-        ({"positions": torch.tensor([-1, 0])}, "'weight' comes with position -1, and has 12 elements"),
+        ({"positions": None}, r"'weight' has values \[2\]"),
+        ({"positions": torch.zeros(2)}, "'weight' has positions torch.float32"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"'weight' has 3 positions and values \[2\]"),
+        ({"positions": torch.tensor([0, 12])}, "'weight' has 12 elements, and no position 12"),
+        ({"positions": torch.tensor([-1, 0])}, "'weight' has 12 elements, and no position -1"),
     ],
 )
 def test_changes_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
@@ -411,7 +411,7 @@ def test_changes_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
 
 def test_what_is_no_change_and_what_is_no_memory() -> None:
     whole_weights: Any = [[("weight", torch.zeros(3))]]
-    with pytest.raises(libfsdp.Error, match="a WeightChange must come, got"):
+    with pytest.raises(libfsdp.Error, match="expected a WeightChange, got"):
         apply_changes({}, whole_weights)
     with pytest.raises(libfsdp.Error, match="'weight' is on the meta device"):
         apply_changes(nn.Linear(4, 3, device="meta"), changes_of())

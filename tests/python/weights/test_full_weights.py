@@ -361,7 +361,7 @@ def test_what_is_wrong_is_one_error_on_every_rank() -> None:
     refused("rename failed for 'layers.0.weight': KeyError: 'layers.0.weight'", rename=fails_on_one)
     refused("rename must return a name, and returned None for 'layers.0.weight'", rename=lambda _: None)
     refused(
-        "'layers.0.weight' and 'layers.1.weight' would both come as 'weight'", rename=lambda name: name.split(".")[-1]
+        "'layers.0.weight' and 'layers.1.weight' would both be named 'weight'", rename=lambda name: name.split(".")[-1]
     )
     refused("rank 0 has ''0.layers.0.weight' .*, rank 1 has ''1.layers.0.weight'", rename=f"{rank}.{{}}".format)
     refused("rename failed for 'layers.0.weight': TypeError", rename=5)

@@ -129,16 +129,16 @@ def test_what_comes_must_fit() -> None:
     # The first bucket is there, and nothing of the second.
     assert_equal(module, {**old, **dict(first), "tied.weight": new["first.weight"]})
     refused(r"bucket 1: .*; 0 of 6 were loaded before$", [wrong])
-    refused(r"bucket 3: 'first.bias' has come before", [*first, first[1]])
+    refused(r"bucket 3: 'first.bias' was received before", [*first, first[1]])
     refused(
-        r"'b' \(here 'first.bias'\) has come before, as 'a'",
+        r"'b' \(here 'first.bias'\) was received before, as 'a'",
         [[("a", new["first.bias"]), ("b", new["first.bias"])]],
         rename=lambda _: "first.bias",
     )
     many = [(f"wrong.{k}", torch.zeros(1)) for k in range(9)]
     refused(r"'wrong.0', .*'wrong.4' and 4 more; 0 of 6", [many])
     for entry in ("first.bias", ("first.bias", [1.0]), ("first.bias",), (1, torch.zeros(4))):
-        refused("bucket 1: a name with a tensor must come, got ", [[entry]])
+        refused("bucket 1: expected a name and a tensor, got ", [[entry]])
 
 
 def test_all_must_come() -> None:

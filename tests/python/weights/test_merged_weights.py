@@ -225,7 +225,7 @@ def test_what_cannot_be_merged() -> None:
     with model.disable_adapter():
         refused(model, f"{query} with its adapter: adapters are disabled")
     adapter = query[1:].split("base_layer")[0] + "lora_A.default.weight"
-    refused(model, f"'{adapter}' does not come: merge_adapters leaves adapters out", names=[adapter])
+    refused(model, f"'{adapter}' is not sent: merge_adapters leaves adapters out", names=[adapter])
     refused(model, "the model has no parameter or buffer 'head'", names=["head"])
 
     different = lora.make(adapters=2)

@@ -187,6 +187,6 @@ def test_what_is_wrong() -> None:
     refused("bucket_bytes must be an int, got None", bucket_bytes=None)
     refused("names must be a list of names, or None, got 'layers.0.bias'", names="layers.0.bias")
     refused("no parameter or buffer 'layers.9.bias'", names=["layers.0.bias", "layers.9.bias"])
-    refused("'layers.0.weight' and 'layers.0.bias' would both come as 'x'", rename=lambda _: "x")
+    refused("'layers.0.weight' and 'layers.0.bias' would both be named 'x'", rename=lambda _: "x")
     with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard on it first"):
         libfsdp.WeightSource(nn.Linear(2, 2))

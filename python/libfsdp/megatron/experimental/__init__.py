@@ -1,4 +1,4 @@
-"""Megatron-FSDP's sharding of single modules, as on the peer's main branch: placements say what is sharded."""
+"""Megatron-FSDP's sharding of single modules, as on the peer's main branch: placements determine what is sharded."""
 
 from libfsdp.megatron.experimental.checkpoint import load_checkpoint, save_checkpoint
 from libfsdp.megatron.experimental.fully_shard import Placements, fully_shard, fully_shard_context, microbatch

@@ -1,4 +1,4 @@
-"""Shows to profilers, as ranges, which modules compute, forward or backward."""
+"""Ranges for profilers: the modules that compute, in forward or backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Open(NamedTuple):
 
     Attributes:
         key: identifies the module.
-        end: tells the module that its backward has ended.
+        end: notifies the module that its backward has ended.
         task: the backward as autograd counts them.
     """
 
