@@ -8,8 +8,8 @@
 #define FSDP_HOST_DEVICE
 #endif
 
-// The same for the arithmetic of an element. Always inlined: a call that is left in a loop, as compilers leave some in large files, costs
-// the vector instructions.
+// Marks functions for the arithmetic of an element. They are always inlined: a call that is left in a loop, as compilers leave some in
+// large files, costs the vector instructions.
 #if defined(__CUDACC__)
 #define FSDP_ELEMENT __host__ __device__ __forceinline__
 #elif defined(__GNUC__)

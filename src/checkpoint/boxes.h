@@ -34,7 +34,7 @@ void check_within(const Box& box, std::span<const std::int64_t> shape);
 /// box are therefore a contiguous part of the slice, which begins at the sum of the sizes of the boxes before it.
 std::vector<Box> boxes_of_slice(std::span<const std::int64_t> shape, std::int64_t offset, std::int64_t numel);
 
-/// The same for elements [offset, offset + numel) of a box, as boxes of the tensor that it is a part of.
+/// Returns elements [offset, offset + numel) of a box as boxes of the tensor that it is a part of.
 std::vector<Box> boxes_of_slice(const Box& box, std::int64_t offset, std::int64_t numel);
 
 /// The box of elements that two boxes of one tensor share; nothing if they share none.
@@ -56,7 +56,8 @@ struct Run {
 /// in both.
 std::vector<Run> runs_to_box(const Box& source, const Box& destination);
 
-/// The same for a destination that is a slice of the tensor, or of a box of it, given by the boxes that boxes_of_slice() returns for it.
+/// Returns the runs for a destination that is a slice of the tensor, or of a box of it, given by the boxes that boxes_of_slice() returns
+/// for it.
 std::vector<Run> runs_to_slice(const Box& source, std::span<const Box> slice);
 
 }  // namespace fsdp::ckpt

@@ -102,8 +102,8 @@ void seal_step(const std::filesystem::path& temporary, std::span<const ListedFil
 std::filesystem::path commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target,
                                   FileSystem& files = FileSystem::current());
 
-/// The same two functions for folders that replace nothing, such as an export or a conversion. Throw Error if anything but an empty folder
-/// is at `target`. The commit removes the owner file, because such folders are never removed later.
+/// Begin and commit folders that replace nothing, such as an export or a conversion. Throw Error if anything but an empty folder is at
+/// `target`. The commit removes the owner file, because such folders are never removed later.
 TemporaryStep begin_new(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 void commit_new(const std::filesystem::path& temporary, const std::filesystem::path& target, FileSystem& files = FileSystem::current());
 
@@ -136,7 +136,7 @@ ListedFile read_sums(const std::filesystem::path& step, const SidecarEntry& entr
 /// Describes what is wrong with a step: its sidecar is missing or damaged, or a file that it lists is missing or has another size. Empty if
 /// nothing is wrong. Contents are not read; see verify_step(). Throws SystemError if the system does not allow to find out.
 std::string fault_in_sizes(const std::filesystem::path& step, FileSystem& files = FileSystem::current());
-/// The same for a sidecar that has been read already.
+/// Does so for a sidecar that has been read already.
 std::string fault_in_sizes(const std::filesystem::path& step, const Sidecar& sidecar, FileSystem& files = FileSystem::current());
 inline bool is_complete(const std::filesystem::path& step, FileSystem& files = FileSystem::current()) {
   return fault_in_sizes(step, files).empty();

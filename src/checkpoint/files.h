@@ -133,7 +133,7 @@ inline constexpr std::string_view kOwnerFile = ".fsdp-owner";
 /// removed, not followed. If NFS keeps files that a process has open, under names `.nfs...`, then these, the owner file and the folder
 /// stay, to be removed another time. This is no error either.
 void remove_tree(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
-/// The same, but errors are ignored. For use while another error is being reported.
+/// Removes it and ignores errors. For use while another error is being reported.
 void remove_quietly(const std::filesystem::path& path, FileSystem& files = FileSystem::current()) noexcept;
 
 /// True if a file, a folder or a link (whatever its target) exists at the path. Throws if the system does not allow to find out.

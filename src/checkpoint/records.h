@@ -70,7 +70,7 @@ struct TensorData {
 /// Error for a record of anything else, and one that torch.save would not write.
 TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const std::string& name);
 
-/// The same for a tensor whose dtype and sizes are known. Throws Error also if the record has others.
+/// Does so for a tensor whose dtype and sizes are known. Throws Error also if the record has others.
 TensorData locate_tensor(const ReadAt& file, const RecordLocation& record, const std::string& name, Dtype dtype, const Shape& sizes);
 
 /// Describes a record whose stored bytes do not have the checksum that they should have.

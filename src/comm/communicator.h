@@ -120,7 +120,7 @@ class Communicator {
   /// Elements of staging that a reduce-scatter with out.numel() == shard_numel needs, for any dtype of `unreduced`.
   virtual std::int64_t staging_numel(std::int64_t shard_numel) const = 0;
 
-  /// The same for one dtype of `unreduced`. It is never more, and much less for dtypes that NCCL sums by itself.
+  /// Elements of staging for one dtype of `unreduced`. The number is never larger, and much smaller for dtypes that NCCL sums by itself.
   virtual std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const { return staging_numel(shard_numel); }
 
   /// How the collectives of this row move bytes, for plans of it.

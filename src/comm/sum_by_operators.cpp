@@ -38,7 +38,7 @@ bool are_rows(std::span<const at::Tensor> sources) {
 void sum_in_rank_order(std::span<const at::Tensor> sources, const at::Tensor& total) {
   const auto count = static_cast<std::int64_t>(sources.size());
   if (!std::has_single_bit(sources.size()) || count == 1 || !total.is_contiguous() || !are_rows(sources)) return add_up(sources, total);
-  // The same tree, a level at a time: few kernels, and each reads what it adds up once.
+  // It computes the same tree, a level at a time, with few kernels that read each term once.
   const auto numel = total.numel();
   auto rows = sources.front().as_strided({count, numel}, {numel, 1});
   while (rows.size(0) > 2) rows = at::sum(rows.view({rows.size(0) / 2, 2, numel}), at::IntArrayRef{1}, false, total.scalar_type());

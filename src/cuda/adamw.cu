@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) step_adamw_8bit(const __grid_constan
       atomicMax(&largest[0], first);
       atomicMax(&largest[1], second);
     }
-    __syncthreads();  // Behind it, nobody reads the old largest magnitudes in memory.
+    __syncthreads();  // After it, no thread reads the old largest magnitudes in memory.
     if (at < step.numel) {
       optim::encode_at(step.first, at, updated.first, __int_as_float(largest[0]));
       optim::encode_at(step.second, at, updated.second, __int_as_float(largest[1]));

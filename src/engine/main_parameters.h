@@ -45,7 +45,7 @@ class MainParameters {
   /// Writes back what operators have written to present parameters, and waits for gathers that still read the main parameters. Throws Error
   /// if the engine has been retired, or the main parameters are torn.
   void flush_writes();
-  /// The same as flush_writes, but allows torn main parameters, because all of them will be replaced.
+  /// Does the same as flush_writes, but allows torn main parameters, because all of them will be replaced.
   void prepare_load();
   /// Call it after flush_writes, when a reader uses the main parameters and the optimizer's state until `read` is ready. Writers wait for
   /// the reader [Writers wait for the reader], and so do flush_writes and prepare_load, which precede users' own writes. If `thread` is the
@@ -75,7 +75,7 @@ class MainParameters {
   /// an older graph raises torch's in-place error. `forward_begins`: a forward of the whole model begins now, which gathers over the outer
   /// dimension itself.
   void changed(bool forward_begins = false);
-  /// The same, after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
+  /// Does the same after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
   /// other's shards, and the call is collective.
   void shards_changed();
   /// Call it when the model has been un-sharded. Calls that need its parameters throw Error from now on.

@@ -28,7 +28,7 @@ void Observation::set_observer(StepObserver* observer) {
 }
 
 /// All units reduce, so that a rehearsal holds no more unreduced gradients than other backwards. It is no last backward, because no update
-/// follows it: the step goes on.
+/// follows it: the step continues.
 void Observation::begin_rehearsal() {
   engine_.reducer_.begin_rehearsal();
   for (const auto& unit : engine_.units_) {

@@ -293,7 +293,8 @@ void Reducer::report_nan() const {
 
 // A reduction.
 
-// [Order is collective] Reductions begin at moments that all ranks share, and so do later hops of those before: all but the newest go on.
+// [Order is collective] Reductions begin at moments that all ranks share, and so do later hops of earlier ones: all but the newest
+// continue.
 void Reducer::reduce(GradientAccumulator& gradients) {
   Unit& unit = gradients.unit;
   agree_on_dtype(gradients);

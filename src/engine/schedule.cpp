@@ -25,7 +25,7 @@ std::vector<std::size_t> Schedule::next(int depth) const {
   const auto& successor = successor_[static_cast<std::size_t>(pass_)];
   std::size_t before = before_;
   std::size_t unit = current_;
-  // A cycle of already listed units would go on forever: as many steps as the table has entries see all there is.
+  // A cycle of already listed units would never end. As many steps as the table has entries visit everything.
   for (std::size_t step = 0; step < successor.size() && units.size() < static_cast<std::size_t>(depth); ++step) {
     const auto found = successor.find(key(before, unit));
     if (found == successor.end() || found->second == kNone) break;

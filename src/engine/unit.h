@@ -220,7 +220,7 @@ struct UnitMainGradient {
   bool valid = false;             ///< Whether gradients have been reduced since zero_grad().
   Buffer buffer;
   std::shared_ptr<c10::DataPtr> memory;  ///< The memory of `buffer`.
-  /// The same, if gradients of a device are kept in host memory. It is kept for the next gradients, because pinning takes long.
+  /// The memory, if gradients of a device are kept in host memory. It is kept for the next gradients, because pinning takes long.
   std::shared_ptr<c10::DataPtr> host_memory;
 };
 

@@ -82,7 +82,7 @@ void read_file(const std::filesystem::path& path, EventMemory& into, std::size_t
   read(place_of(0), place_of(count - until_end));
   read(places.behind_entries, places.texts);
   read(places.texts, places.texts + into.text_bytes());
-  // Of those that were written over meanwhile, entries may be mixed.
+  // Entries that were overwritten meanwhile may be mixed.
   const auto now = file.written();
   into.forget_until(std::max(written - count, now > kEvents ? now - kEvents : 0));
 }

@@ -40,9 +40,9 @@ struct EventWriter {
 
 /// The time of events, in ns of std::chrono::steady_clock.
 std::int64_t now();
-/// The same for all processes that have one clock: those of one kernel, in one namespace of times.
+/// A number that is the same for all processes that have one clock: those of one kernel, in one time namespace.
 std::uint64_t clock_id();
-/// The same for all processes that see each other by the same numbers.
+/// A number that is the same for all processes that see each other by the same numbers.
 std::uint64_t processes_id();
 /// Returns when a process began, in ticks since the host was started; -1 if there is no process of this number.
 std::int64_t began(std::int64_t process);

@@ -66,7 +66,7 @@ void write_stack_when_asked() noexcept {
   descriptor = file;
   struct sigaction writing = {};
   writing.sa_handler = &write_stack;
-  writing.sa_flags = SA_RESTART;  // Calls of the program go on as if there had been no signal.
+  writing.sa_flags = SA_RESTART;  // Calls of the program continue as if there had been no signal.
   sigaction(number, &writing, nullptr);
 }
 

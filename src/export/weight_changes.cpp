@@ -127,7 +127,7 @@ std::vector<Entry> Comparison::take(const Counts& counts) {
       if (!everything_ && counts.largest[i] == 0) continue;
       if (is_sent(entries_[i])) save_values(now(i), saved_.shards[i], saved_.device);
       auto& entry = taken.emplace_back(entries_[i]);
-      // What is written to the shards while the stream goes on is not sent, and the next comparison finds it.
+      // Data that are written to the shards during the stream are not sent; the next comparison finds them.
       if (is_sent(entry)) entry.own = saved_.shards[i];
     } else if (counts.largest[i] > 0) {
       take_changes(i, counts, taken);

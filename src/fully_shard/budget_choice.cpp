@@ -163,7 +163,7 @@ planning::Chosen BudgetedModel::choose(const planning::PlannedModel& model, cons
   throw Error(planning::too_small(budget, chosen, remedies));
 }
 
-/// Of each number, the largest that a rank with other tensor-parallel pieces has.
+/// Returns the largest value of each number over the ranks with other tensor-parallel pieces.
 std::vector<std::int64_t> BudgetedModel::largest(std::vector<std::int64_t> numbers) const {
   if (!tensor_parallel_.defined()) return numbers;
   const comm::Label label{.operation = "memory_budget", .unit = "(model)"};

@@ -64,7 +64,8 @@ std::vector<std::pair<std::string, double>> norms_by_name(const engine::Engine& 
   return result;
 }
 
-/// Of this rank's own pieces only, also where other ranks hold them, too: every element counts once, in the same sums for every strategy.
+/// Returns the gradients of this rank's own pieces only, even if other ranks hold these pieces, too: every element counts once, in the same
+/// sums for every strategy.
 std::vector<at::Tensor> own_gradients(engine::Engine& engine, double max_norm, const std::string& function) {
   if (!(max_norm > 0)) throw Error(function + ": max_norm must be positive, got " + std::to_string(max_norm));
   engine.main().check_parameters();
@@ -95,7 +96,7 @@ double total_on_host(const engine::Engine& engine, const Norm& norm, const at::T
   return norm.finish(merged);
 }
 
-/// The same on the device, without a wait of the host.
+/// Computes the total on the device, without a wait of the host.
 at::Tensor total_on_device(const engine::Engine& engine, const Norm& norm, const at::Tensor& mine) {
   const auto& communicators = engine.units().front()->communicators;
   const auto& pieces = engine.options().tensor_parallel;

@@ -17,7 +17,7 @@ class Norm {
   at::Tensor of_pieces(const std::vector<at::Tensor>& pieces) const;
   double merge(double a, double b) const;
   double finish(double merged) const;
-  /// The same of a 1-D tensor, on its device.
+  /// Does so for a 1-D tensor, on its device.
   at::Tensor merge(const at::Tensor& parts) const;
   at::Tensor finish(const at::Tensor& merged) const;
 

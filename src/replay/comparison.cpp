@@ -212,7 +212,7 @@ std::vector<Vote> RankComparison::votes_on(const Column& column, std::size_t ori
   return votes;
 }
 
-/// Names the unit that came first in the backward: an error of the computation goes on from there to the units behind it.
+/// Names the unit that came first in the backward: an error of the computation spreads from there to later units.
 std::optional<std::string> RankComparison::settle_dispute() const {
   for (std::size_t origin = 0; origin < global_ranks_.size(); ++origin) {
     std::optional<std::size_t> first;

@@ -12,7 +12,7 @@ Verdict decide(std::span<const Vote> votes) {
   Verdict verdict;
   verdict.agreed = counts.size() <= 1;
   const auto most = std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-  // Of two votes that differ, none has more than half, and so it is with a tie of four.
+  // If two votes differ, neither has more than half; this also holds for a tie of four.
   verdict.decided = !verdict.agreed && most->second * 2 > votes.size();
   const auto add = [](std::vector<std::int64_t>& ranks, std::int64_t rank) {
     if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) ranks.push_back(rank);

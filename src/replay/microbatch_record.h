@@ -16,8 +16,8 @@ namespace fsdp::replay {
 
 /// The observations of one rank about a unit in one microbatch. Digests without data are 0.
 struct UnitRecord {
-  /// Of the unsharded parameters when they were first seen: one for each piece of the unit's layout, over those of its sub-buffers that are
-  /// gathered as they are; the last one is that of the parameters that are sent in a gather format, which are not in pieces.
+  /// Digests of the unsharded parameters when they were first seen: one for each piece of the unit's layout, over those of its sub-buffers
+  /// that are gathered as they are; the last one is that of the parameters that are sent in a gather format, which are not in pieces.
   std::vector<std::int64_t> whole;
   bool whole_changed = false;  ///< They had other bits when they were seen again.
   bool written = false;        ///< An operator wrote to them, so they can't be checked.

@@ -35,7 +35,7 @@ double middle_ms(std::vector<const StepSpan*> steps) {
   return static_cast<double>(length(steps[steps.size() / 2])) / kNsPerMillisecond;
 }
 
-/// Of a rank, from its measured steps.
+/// The measured values of a rank, from its steps.
 using Measure = std::function<double(const std::vector<const StepSpan*>& steps)>;
 
 }  // namespace

@@ -112,7 +112,7 @@ class Posts {
   }
 
  private:
-  /// Of several, the one that has made all wait.
+  /// If there are several, the one for which all waited.
   const RankNow* missing(const RankNow& of, const RowNumber& which) const {
     const auto members = rows_.find(which.row);
     if (members == rows_.end()) return nullptr;

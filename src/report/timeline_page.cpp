@@ -130,7 +130,7 @@ class PageData {
   }
 
   /// Begin from the one before; from the begin: end, begin of the wait, arrival (-1: none); lane, track, unit, operation, row, number,
-  /// bytes; flags; and if somebody waited: reasons, late rank, what it was doing.
+  /// bytes; flags; and if there was a wait: reasons, late rank, what it was doing.
   void write(const CollectiveSpan& span) {
     constexpr std::int64_t kInBackward = 1;
     constexpr std::int64_t kOpen = 2;

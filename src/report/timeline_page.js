@@ -325,7 +325,7 @@ class Page {
     this.lanes.draw();
     this.drawOverview();
     showReasons(this.timeline, this.view);
-    // For who reads the page by a program, too: what is in view, in ns.
+    // For programs that read the page: the visible range, in ns.
     this.lanes.canvas.dataset.begin = String(Math.round(this.view.begin));
     this.lanes.canvas.dataset.end = String(Math.round(this.view.end));
   }

@@ -200,7 +200,7 @@ class Diagnosis {
                        "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
   }
 
-  /// Of its last event, if there is a process that can still count from then on.
+  /// The time since its last event, if a process still lives whose time can be compared.
   std::string seconds_ago(const RankNow& dead) const {
     const bool counts = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return lives(rank.second->left); });
     return counts ? ", " + seconds(latest_ - dead.last_event) + " ago" : std::string();

@@ -253,7 +253,7 @@ void HostBuffer::begin(Snapshot& snapshot) {
 
 void HostBuffer::finish() {
   const c10::DeviceGuard guard(device_);  // The current device of a new thread is the first one, and waiting there would make a context.
-  // The computation goes on meanwhile on its own stream.
+  // The computation continues meanwhile on its own stream.
   std::optional<c10::StreamGuard> beside;
   if (ready_) {
     ready_->synchronize();

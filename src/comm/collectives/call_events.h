@@ -19,7 +19,7 @@ class CallEvents {
                .unit = events::name_of(label.unit),
                .operation = events::name_of(label.operation)} {}
 
-  /// Of no kind.
+  /// An event without a kind.
   const events::Event& event() const noexcept { return event_; }
 
   void record(events::EventKind kind) const noexcept {

@@ -52,7 +52,7 @@ class Allocations {
  private:
   // Blocks may be given back by other threads than those that communicate.
   std::mutex mutex_;
-  std::set<const void*> lent_;  // torch 2.11 can't tell
+  std::set<const void*> lent_;  // torch 2.11 does not report these
   std::vector<c10::DataPtr> kept_;
   std::atomic<bool> is_used_ = false;
 };

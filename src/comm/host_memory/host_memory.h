@@ -43,7 +43,7 @@ class PeerHeap {
   PeerHeap& operator=(const PeerHeap&) = delete;
 
   /// True if the process that owns the heap ended a while ago. Its connections should then have closed, but a process that it forked may
-  /// keep them open. False if the system can't tell.
+  /// keep them open. False if the system does not report it.
   bool has_lost_owner() const;
 
   const char* at(std::int64_t offset) const { return base_ + offset; }

@@ -37,9 +37,10 @@ struct Boot {
   bool operator==(const Boot& other) const { return std::strncmp(id, other.id, sizeof(id)) == 0; }
 };
 
-/// How many ranks each host of a row has, if it consists of hosts with equal numbers of ranks, one host's ranks after the other's. Else 1.
+/// Returns how many ranks each host of a row has, if the row consists of hosts with equal numbers of ranks, one host's ranks after the
+/// other's. Otherwise 1.
 int ranks_per_host(std::span<const Boot> hosts);
-/// The same for the hosts of these ranks. Collective over `gloo`, as exchange_bytes().
+/// Returns this number for the hosts of these ranks. Collective over `gloo`, as exchange_bytes().
 int ranks_per_host(int rank, std::span<const std::int64_t> global_ranks, c10d::Backend& gloo);
 
 }  // namespace fsdp::comm

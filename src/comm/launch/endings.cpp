@@ -50,7 +50,7 @@ void tell_ending(Ending ending, const std::string& error) noexcept {
     const std::lock_guard<std::mutex> lock(board().mutex);
     if (board().store == nullptr || std::exchange(board().told, true)) return;
     board().store->set(ending_key(board().rank), ending == Ending::kReturned ? kReturnedText : "failed");
-  } catch (...) {  // Whoever served the store has gone.
+  } catch (...) {  // The process that served the store has ended.
   }
 }
 
@@ -80,7 +80,7 @@ std::vector<std::int64_t> returned_among(const std::vector<std::int64_t>& ranks)
       if (std::chrono::steady_clock::now() > until) break;
       if (!silent.empty() && returned.empty()) std::this_thread::sleep_for(kBetweenAsks);
     }
-  } catch (...) {  // Whoever served the store has gone.
+  } catch (...) {  // The process that served the store has ended.
   }
   return returned;
 }

@@ -26,7 +26,7 @@ struct MeshRow {
 struct JoinedRows {
   /// Makes one of these ranks of the world. `name` is equal on them, and differs between all that are made.
   std::function<std::shared_ptr<comm::Communicator>(const comm::Row& ranks, const std::string& name)> make;
-  /// Those that comm::joined_row() has made, by their rows.
+  /// The communicators that comm::joined_row() has made, by their rows.
   std::map<std::vector<std::shared_ptr<comm::Communicator>>, std::shared_ptr<comm::Communicator>> made = {};
 };
 

@@ -33,7 +33,7 @@ class Rendezvous {
   const std::shared_ptr<StoreProgress>& progress() const { return progress_; }
   /// The group of a row; `name` is equal on its ranks and differs between groups of the mesh.
   c10::intrusive_ptr<c10d::Backend> gloo_group(const Row& row, const std::string& name);
-  /// The same for ranks of several meshes. `name` differs between all groups that are made so.
+  /// The group of ranks of several meshes. `name` differs between all groups that are made in this way.
   c10::intrusive_ptr<c10d::Backend> gloo_group_across(const Row& row, const std::string& name);
   /// As gloo_group(), with the backend that moves tensors of this device; see register_device_groups().
   c10::intrusive_ptr<c10d::Backend> device_group(const Row& row, const std::string& name, c10::Device device);
