@@ -29,21 +29,20 @@ def apply_changes(
 ) -> None:
     """Writes changed weights into the tensors of a module that is not sharded, or of a dict, bucket by bucket.
 
-    The tensors stay where they are, and have the values that the snapshot had: the result is then that of a whole export,
-    bit for bit if the dtype is the same. Values are converted to the dtype and the device of their tensor. What does not
-    come stays as it is.
+    The tensors keep their memory, and must have the values that the snapshot had. The result then equals that of a full export, bit for bit
+    if the dtype is the same. Values are converted to the dtype and the device of their tensor. Tensors that are not sent are not changed.
 
     A bucket is checked before any of it is written. After an error, also of ``buckets`` itself, the buckets before are in
     the tensors, and a stream of full_weights or a generator is closed. Not collective: it is as collective as ``buckets``.
 
     Args:
         target: an ordinary module, or tensors by their names.
-        buckets: lists of WeightChange, as full_weights gives them with ``since``; or single ones, as another process
+        buckets: lists of WeightChange, as full_weights returns them with ``since``; or single ones, as another process
             may send them.
         rename: returns the target's name for a received name.
 
     Raises:
-        Error: if a name comes that the target does not have; if shapes differ; if positions are outside of the tensor, or
+        Error: if a received name is not in the target; if shapes differ; if positions are outside of the tensor, or
             not as many as values; if a tensor can't be written to. It names them.
     """
     try:

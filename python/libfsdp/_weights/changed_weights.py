@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 class WeightSnapshot:
     """The values that the receivers of a model's weights have: the bits of this rank's shards, in the dtype in which they were last sent.
 
-    A stream of full_weights that is given it as ``since`` sends what differs from it, and brings it up to date. A new one
-    has nothing, so that everything is sent. Everything is sent, too, after a stream that has not come to its end on all
-    ranks, because some receivers may have a part of it.
+    A stream of full_weights with this snapshot as ``since`` sends the differences from it, and updates it. With a new snapshot, everything
+    is sent. Everything is also sent after a stream that did not end on all ranks, because some receivers may have a part of it.
 
-    It belongs to streams of one kind: tensors of the same names, shapes, dtypes and division, and the same ``ranks``. It
-    does not keep the model, and may go on with another one of the same kind, a resumed one, say. Each rank has its own;
-    all ranks use theirs together.
+    It belongs to streams of one kind: tensors of the same names, shapes, dtypes and division, and the same ``ranks``.
+    It does not keep the model alive, and may be used with another model of the same kind, for example a resumed one.
+    Each rank has its own; all ranks use theirs together.
 
     Args:
         device: where the bits are kept, "cpu" for host memory; by default, each beside its shard.
@@ -70,9 +69,9 @@ class ChangeBucket(list[WeightChange]):
 class ChangedWeights(WeightIterator[ChangeBucket]):
     """An iterator of buckets of changes, and a context manager that closes it: see full_weights, with ``since``.
 
-    The changes come to the snapshot when the stream is made, and count as come to the receivers when all buckets have
-    been taken on all ranks, and the iterator has ended. If it is closed before, the next stream sends everything. Its
-    length is 0 if nothing has changed.
+    The snapshot is updated when the stream is made. The receivers count as updated when all buckets have been taken on
+    all ranks, and the iterator has ended. If it is closed before, the next stream sends everything. Its length is 0 if
+    nothing has changed.
     """
 
     def _bucket_of(self, bucket: _C.WeightBucket) -> ChangeBucket:
@@ -82,5 +81,5 @@ class ChangedWeights(WeightIterator[ChangeBucket]):
 
     @property
     def changed_fraction(self) -> float:
-        """The part of all elements that have changed, from 0 to 1, the same on all ranks. It is 1 if everything is sent."""
+        """The fraction of all elements that has changed, from 0 to 1, the same on all ranks. It is 1 if everything is sent."""
         return self._stream.changed_fraction

@@ -91,39 +91,38 @@ def full_weights(
     merge_adapters: bool = False,
     since: WeightSnapshot | None = None,
 ) -> FullWeights | ChangedWeights:
-    """Gives the unsharded parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
+    """Returns the unsharded parameters and buffers of a sharded model, bucket by bucket, under the names of ``state_dict()``.
 
-    Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is
-    gathered. The memory, two buckets, counts as gathered parameters; a bucket's tensors lose it when the next bucket is
-    asked for, and using them then is an error: clone what is to be kept. A parameter that is tied travels once, and comes under all
-    its names, one behind the other. The values are those of the shards, which are read and not changed: between steps, and between
-    microbatches.
+    Each bucket is a list of names with tensors over one buffer. While a program has one bucket, the next one is gathered. The memory, two
+    buckets, counts as gathered parameters; a bucket's tensors lose it when the next bucket is requested, and using them then is an error,
+    so clone tensors that you keep. A tied parameter is sent once, and listed under all its names, one after the other. The values are those
+    of the shards, which are read and not changed. Call it between steps or between microbatches.
 
-    Pieces of tensor parallelism, and of experts that are DTensors on a mesh of their own, are put together, too.
+    Pieces of tensor parallelism, and of experts that are DTensors on a mesh of their own, are assembled, too.
 
     All ranks take all buckets, or stop. A rank may stop at any time, by ``close()``, by the end of a ``with``, or by an
-    exception in a ``for``: it waits until the others have come to their next bucket, which is then an Error on those
-    that go on, and training can continue. If the model is used before the end, the iterator is closed, which is an
+    exception in a ``for``: it waits until the others have requested their next bucket, which raises an Error on those
+    that continue. Training can continue. If the model is used before the end, the iterator is closed, which is an
     Error, too.
 
     Args:
         model: the root, or a module that has sharded modules below it.
-        bucket_bytes: the most bytes of a bucket. A tensor that is larger has a bucket of its own.
+        bucket_bytes: the largest size of a bucket. A larger tensor has a bucket of its own.
         dtype: floating-point tensors are converted to it before they are sent; by default they keep that of the shards. Four-bit
             weights of bitsandbytes, and what is saved of their quant_state, are never converted.
-        names: only these of the names of ``state_dict()``.
+        names: the names of ``state_dict()`` to send; by default all.
         ranks: which ranks receive: "all", "first" (of the mesh), or "one_per_host". The others send what they have, and
             get buckets without tensors.
         rename: returns the receiver's name for one of ``state_dict()``; with merge_adapters, for one of the base model.
-        merge_adapters: a weight with LoRA adapters of peft comes as W + scale * B A, of all active adapters, under the name
-            that the base model has for it; adapters do not come. The model stays as it is. The sum is computed in fp32,
-            by each rank for its own part, from whole adapters, and is rounded once.
-        since: what the receivers have. Buckets are then lists of WeightChange, of the tensors that do not have the same
-            bits: single elements with their positions where these have fewer bytes, and the whole tensor where not. Each
-            rank keeps the changes of its shards until the end.
+        merge_adapters: a weight with LoRA adapters of peft is sent as W + scale * B A, of all active adapters, under its name in the base
+            model; adapters are not sent. The model is not changed. Each rank computes the sum for its own part, in fp32, from complete
+            adapters, and rounds it once.
+        since: the values of the receivers. Buckets are then lists of WeightChange, for the tensors whose bits have
+            changed: single elements with their positions if these have fewer bytes, and otherwise the complete tensor.
+            Each rank keeps the changes of its shards until the end.
 
     Raises:
-        Error: on every rank, if an argument is wrong, a name is unknown, or ranks ask for different things; inside of a
+        Error: on every rank, if an argument is wrong, a name is unknown, or the ranks' arguments differ; inside of a
             backward; if the snapshot is of streams of another kind; if ``rename`` gives a name twice; for adapters that are
             no such product (DoRA, those of embeddings and convolutions), or that are merged already.
         ValueError: if the model is not sharded.

@@ -35,10 +35,9 @@ def load_weights(
 ) -> None:
     """Copies unsharded weights into the parameters and buffers of a module that is not sharded, bucket by bucket.
 
-    The module's tensors stay where they are: each value is converted to the dtype and the device of its tensor. Names
-    that are one tensor in the module (tied parameters) need to come once only; if they come with different values, that
-    is an error. Four-bit weights of bitsandbytes take codes and the parts of their quant_state, which modules save behind
-    their names, and neither is converted.
+    The module's tensors keep their memory: each value is converted to the dtype and the device of its tensor. Of names that are one tensor
+    in the module (tied parameters), one is enough; different values for them are an error. Four-bit weights of bitsandbytes take codes and
+    the parts of their quant_state, which modules save behind their names, and neither is converted.
 
     A bucket is checked before any of it is copied. After an error, also of ``buckets`` itself, the buckets before are in
     the module, and a stream of full_weights or a generator is closed. Not collective: it is as collective as ``buckets``.
@@ -50,8 +49,9 @@ def load_weights(
         rename: returns the module's name for a received name.
 
     Raises:
-        Error: if names come that the module does not have, or twice; if shapes differ; if names have not come by the
-            end; if a tensor of the module can't be written to. It names them, and tells how much was loaded before.
+        Error: if a received name is not in the module, or is received twice; if shapes differ; if names are missing at
+            the end; if a tensor of the module can't be written to. It names them, and reports how much was loaded
+            before.
     """
     try:
         loading = _Loading(module, names, rename)

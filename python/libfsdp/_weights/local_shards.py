@@ -29,11 +29,11 @@ class LocalShard:
 
     Attributes:
         name: the name in ``state_dict()``.
-        dtype: that of the shard, and not that in which modules compute.
+        dtype: the dtype of the shard, not the one in which modules compute.
         shape: the shape of the unsharded tensor.
-        offsets: where the box begins in the whole, in elements of each dimension.
-        sizes: the sizes of the box; it is empty where this rank has nothing.
-        tensor: the values of the box, a view of the shard's memory. Read it, and do not write.
+        offsets: where the chunk begins in the unsharded tensor, in elements of each dimension.
+        sizes: the sizes of the chunk, which is empty if this rank has nothing.
+        tensor: the values of the chunk, a view of the shard's memory. Do not write to it.
     """
 
     name: str
@@ -113,13 +113,12 @@ def _generation_of(model: nn.Module, shards: list[LocalShard]) -> int:
 
 
 def local_shards(model: nn.Module) -> LocalShards:
-    """Gives this rank's shards of all parameters by address, for readers that register memory once. It copies nothing and sends nothing.
+    """Returns this rank's shards of all parameters by address, for readers that register memory once. It copies nothing and sends nothing.
 
-    The shards are those that optimizers update, in their dtype, under the names of ``state_dict()``. A parameter that each
-    rank has (ignored, or not sharded) is whole; one that is tied comes under each of its names, with the same tensor.
-    Addresses stay through steps, loads and exports. Memory moves when parameters get another dtype or device, when one of
-    them begins to be trained, or by ``to_empty`` of a model without memory: ``is_valid()`` tells, and ``local_shards``
-    then has a greater ``generation``.
+    The shards are those that optimizers update, in their dtype, under the names of ``state_dict()``. A parameter that each rank has
+    (ignored, or not sharded) is complete; a tied one is listed under each of its names, with the same tensor. Addresses stay through steps,
+    loads and exports. Memory moves when parameters get another dtype or device, when one of them begins to be trained, or by ``to_empty``
+    of a model without memory: ``is_valid()`` is then false, and the next ``local_shards`` has a greater ``generation``.
 
     Args:
         model: the root, or a module that has sharded modules below it.

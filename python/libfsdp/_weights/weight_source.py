@@ -36,9 +36,9 @@ class WeightMetadata(NamedTuple):
 
 
 class WeightSource:
-    """The unsharded weights of a sharded model, as often as they are asked for: metadata(), and names with tensors by iteration.
+    """The unsharded weights of a sharded model, any number of times: metadata(), and names with tensors by iteration.
 
-    It has the two methods that vLLM's trainer side asks of its weight sources. The names, shapes, dtypes and order of both
+    It has the two methods that vLLM's trainer side requires of weight sources. The names, shapes, dtypes and order of both
     are the same.
 
     Each iteration is one stream of full_weights, collective as that is: all ranks take all of it, or stop. Its tensors are
@@ -51,7 +51,7 @@ class WeightSource:
         bucket_bytes: as in full_weights.
         dtype: as in full_weights.
         names: as in full_weights.
-        ranks: as in full_weights; on ranks that do not receive, an iteration gives nothing, and has to be run all the same.
+        ranks: as in full_weights; on ranks that do not receive, an iteration yields nothing, but must be run nevertheless.
         rename: as in full_weights.
         merge_adapters: as in full_weights.
 
