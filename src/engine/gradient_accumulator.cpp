@@ -95,9 +95,7 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
     lay_out_gradients(*own_local, [&](std::size_t k) { return Part{formats[k].main_gradient, numel(k, world)}; });
   }
   if (unit.offloaded()) {
-    lay_out(reduced_buffer, [&](std::size_t k) {
-      return Part{formats[k].main_gradient, unit.main_gradient.buffer.parts[k].numel()};
-    });
+    lay_out(reduced_buffer, [&](std::size_t k) { return Part{formats[k].main_gradient, unit.main_gradient.buffer.parts[k].numel()}; });
     reduced = reduced_buffer.parts;
   } else {
     reduced = unit.main_gradient.parts;
@@ -117,9 +115,7 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
     const auto share = [&](std::size_t k) { return (numel(k, inner) + replicas - 1) / replicas; };
     const auto shares = [&](std::size_t k) { return unit.outer_cuts() ? numel(k, inner) : share(k) * replicas; };
     lay_out(partial.buffer, [&](std::size_t k) { return Part{formats[k].main_gradient, shares(k)}; });
-    lay_out(partial.wire, [&](std::size_t k) {
-      return differs(k) ? Part{formats[k].wire_gradient, shares(k)} : Part{};
-    });
+    lay_out(partial.wire, [&](std::size_t k) { return differs(k) ? Part{formats[k].wire_gradient, shares(k)} : Part{}; });
     lay_out(partial.staging, [&](std::size_t k) {
       const auto wire_dtype = formats[k].wire_gradient;
       return Part{wire_dtype, unit.communicators.outer->staging_numel(unit.outer_cuts() ? numel(k, 1) : share(k), wire_dtype)};

@@ -86,7 +86,7 @@ struct GradientAccumulator {
   const bool is_part;                   ///< Not of all: [Large parameters do not wait].
   std::vector<std::size_t> held;        ///< The unit's parameters in these sub-buffers; of all, also frozen ones.
   std::vector<OfParameter> parameters;  ///< By index in the unit.
-  bool valid;  ///< Its part of the main gradients has what was reduced since zero_grad().
+  bool valid;                           ///< Its part of the main gradients has what was reduced since zero_grad().
 
   GradientState state = GradientState::kNone;
   CollectedIn collected_in = CollectedIn::kWire;

@@ -46,10 +46,9 @@ class BitReader {
 at::Tensor any_nan(const at::Tensor& tensor) { return at::isnan(tensor).any(); }
 
 std::vector<GradientAccumulator*> exchange_usage(std::span<GradientAccumulator* const> gradients) {
-  // For each unit, the first bit says whether it has unreduced gradients. Where [Sent as computed] applies, a bit says whether the unit has
-  // to send them in the wire's dtype from now on. The next bits say whether its last gradient came after the first
-  // departure, after the second, and so on. Then there is a bit for each of its parameters, which says whether this rank had a gradient of
-  // the parameter.
+  // For each unit, the first bit is set if it has unreduced gradients. Where [Sent as computed] applies, a bit is set if the unit has to
+  // send them in the wire's dtype from now on. The next bits are set if its last gradient arrived after the first departure, after the
+  // second, and so on. Then there is a bit for each of its parameters, which is set if this rank had a gradient of the parameter.
   BitWriter mine;
   for (const auto* of_unit : gradients) {
     mine.append(of_unit->collects());

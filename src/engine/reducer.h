@@ -26,10 +26,10 @@ namespace fsdp::engine {
 class Reducer {
  public:
   struct Options {
-    std::int64_t rank = 0;         ///< For error messages.
-    bool report_nan = false;       ///< Reductions look for NaN first: see report_nan().
-    /// Streams wait for collectives, and not the host, as on GPUs. Small gradients wait for each other, because a copy takes longer to launch
-    /// than to run, and a reduction for the one before.
+    std::int64_t rank = 0;    ///< For error messages.
+    bool report_nan = false;  ///< Reductions look for NaN first: see report_nan().
+    /// Streams wait for collectives, and not the host, as on GPUs. Small gradients are then copied together, because a copy takes longer to
+    /// launch than to run, and a reduction begins when the one before has ended.
     bool on_stream = false;
   };
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)

@@ -63,7 +63,8 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
                      .rounded = !has_outer && unit.formats[k].rounds_sums && unreduced.scalar_type() == wire_dtype,
                      .sum_dtype = wire_dtype});
   }
-  if (observer_ != nullptr) observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.reduce, parts, unit.gradient_scale());
+  if (observer_ != nullptr)
+    observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.reduce, parts, unit.gradient_scale());
   return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
 }
 

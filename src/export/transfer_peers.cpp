@@ -29,7 +29,7 @@ std::string key(std::int64_t number, const std::string& of) { return "libfsdp/re
 /// What a rank has seen when the time is over.
 std::string verdict_on(const std::vector<std::int64_t>& missing, std::chrono::milliseconds timeout) {
   if (missing.empty()) return kAllHaveCome;
-  return "transfer_plan: " + names_of_ranks(missing) + " of the group did not come within " +
+  return "transfer_plan: " + names_of_ranks(missing) + " of the group did not arrive within " +
          shortest(static_cast<double>(timeout.count()) / 1000) + " s";
 }
 

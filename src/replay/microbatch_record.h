@@ -60,7 +60,7 @@ class MicrobatchRecord final : public engine::StepObserver {
 
   std::vector<UnitRecord> units_;
   std::map<std::pair<std::size_t, std::size_t>, Running> running_;  ///< By unit and first sub-buffer.
-  std::int64_t with_gradients_ = 0;  ///< Units.
+  std::int64_t with_gradients_ = 0;                                 ///< Units.
   const Reductions reductions_;
 };
 

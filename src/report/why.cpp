@@ -196,8 +196,8 @@ class Diagnosis {
                .rank = first->rank(),
                .text = capital(names_of_ranks({first->rank()})) + " is dead: its process (" + std::to_string(writer.process) + " on " +
                        writer.host.data() +
-                       ") has ended without a word, by a signal, a crash or _exit (`dmesg` tells if the system was out of " +
-                       "memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
+                       ") has ended without reporting a reason, by a signal, a crash or _exit (`dmesg` shows whether the system was " +
+                       "out of memory). It was " + first->activity() + seconds_ago(*first) + "." + waiting_text(*first)};
   }
 
   /// The time since its last event, if a process still lives whose time can be compared.

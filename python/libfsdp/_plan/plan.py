@@ -206,7 +206,7 @@ def _parameter(
     name: str, parameter: nn.Parameter, ranks: ShardingMesh, options: ShardingOptions, shard_dim: int
 ) -> ShardedParameter:
     if isinstance(parameter, DTensor) or parameter.ndim == 0 or hasattr(parameter, "_libfsdp_shard"):
-        raise ValueError(f"plan() takes whole parameters, and '{name}' is a scalar, a DTensor or a shard")
+        raise ValueError(f"plan() takes unsharded parameters, and '{name}' is a scalar, a DTensor or a shard")
     return planned_parameter(parameter, name, shard_dim, ranks, options)
 
 

@@ -367,8 +367,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::get<0>(info.param).name + "On" + std::to_string(std::get<1>(info.param)); });
 
 INSTANTIATE_TEST_SUITE_P(Precisions, UnkindMatrix,
-                         ::testing::Values(Precision{.name = "Fp32", .policy = false},
-                                           Precision{.name = "Bf16", .compute = at::kBFloat16},
+                         ::testing::Values(Precision{.name = "Fp32", .policy = false}, Precision{.name = "Bf16", .compute = at::kBFloat16},
                                            Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16}),
                          [](const auto& info) { return info.param.name; });
 

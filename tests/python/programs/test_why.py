@@ -340,7 +340,7 @@ def test_without_files_it_says_as_much_as_it_knows(shared_memory: str, tmp_path:
     assert re.search(r"has been waiting for rank 1 for [123] s", text), text
     if shared_memory == "1":
         assert "; the last call of rank 1 was the all-gather of 'blocks." in text, text
-        assert "With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` tells what it is doing." in text, text
+        assert "With FSDP_EVENTS=FOLDER, `fsdp why FOLDER` prints what it is doing." in text, text
     else:  # Ranks that share no memory may be on several hosts, and ask each other by the store.
         assert "; rank 1 was last seen in forward of 'blocks.1'. With FSDP_EVENTS=FOLDER" in text, text
 
