@@ -6,6 +6,7 @@ backward, as FSDP2's do.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -298,6 +299,53 @@ def test_gradients_of_checkpointed_regions_are_reduced_on_departure() -> None:
     assert reductions[2:] == [6, 6]
     assert peak <= alone
     assert all(map(torch.equal, values, expected))
+
+
+class LargeHead(nn.Module):
+    """Its embedding and head have 8 MiB of gradients each, from which on a parameter of the root is reduced by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 512)
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        self.norm = nn.LayerNorm(512)
+        self.head = nn.Linear(512, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+@on_ranks(2)
+def test_a_large_head_is_reduced_before_the_blocks() -> None:
+    torch.manual_seed(0)
+    model: Any = LargeHead()
+    whole = copy.deepcopy(model)
+    for block in model.blocks:
+        libfsdp.fully_shard(block)
+    libfsdp.fully_shard(model)
+    head = model.head.weight.numel() * 4
+    live: list[int] = []
+    # The last block's gradients have been reduced by then.
+    model.blocks[1].register_full_backward_hook(
+        lambda *_: live.append(libfsdp.memory_stats(model)["unreduced_gradients.live"])
+    )
+    reductions: list[int] = []
+    for step in range(3):
+        before = stats_of(model)
+        model(torch.arange(8).add(step + dist.get_rank())).square().mean().backward()
+        after = stats_of(model)
+        reductions.append(after["reduce_scatters"] - before["reduce_scatters"])
+        whole.zero_grad()
+        for rank in range(2):
+            whole(torch.arange(8).add(step + rank)).square().mean().div(2).backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+        model.zero_grad()
+    assert reductions == [6, 6, 6]  # Three blocks; the norm, the head, and the embedding.
+    assert live[0] >= head > max(live[1:])
 
 
 @on_ranks(4)

@@ -227,19 +227,22 @@ def test_optimizer_steps_on_gradients_of_another_dtype(precision_aware: bool) ->
 @on_ranks(2)
 def test_gradients_travel_in_the_policys_dtype() -> None:
     sent = []
-    for policy in (
-        MixedPrecisionPolicy(main_grads_dtype=torch.float32),
-        MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16),
-    ):
-        model, _ = shard(plain(torch.bfloat16), mixed_precision_policy=policy)
-        x = batch(0, 0, torch.bfloat16)
-        model(x).sum().backward()
+    fp32, bf16 = MixedPrecisionPolicy(main_grads_dtype=torch.float32), MixedPrecisionPolicy(
+        main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
+    )
+    for policy, sends_as_computed in ((fp32, "0"), (fp32, "1"), (bf16, "1")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)
+            model, _ = shard(plain(torch.bfloat16), mixed_precision_policy=policy)
+            x = batch(0, 0, torch.bfloat16)
+            model(x).sum().backward()
         before = libfsdp.wire_stats(model)["reduce_scatter_bytes"]
         model(x).sum().backward()
         sent.append(libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before)
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    in_fp32, in_bf16 = sent
+    in_fp32, as_computed, in_bf16 = sent
     assert in_fp32 == 2 * in_bf16
+    assert as_computed == in_bf16
 
 
 @on_ranks(2)

@@ -155,10 +155,15 @@ def test_dtypes_of_the_policy() -> None:
     out.sum().backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
     as_bf16 = wire(model, lambda: model(batch(0, 0, torch.bfloat16)).sum().backward())["reduce_scatter_bytes"]
-    model = shard(plain(torch.bfloat16), mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
-    model(batch(0, 0, torch.bfloat16)).sum().backward()
-    as_fp32 = wire(model, lambda: model(batch(0, 0, torch.bfloat16)).sum().backward())["reduce_scatter_bytes"]
-    assert as_fp32 == 2 * as_bf16
+    reduced_in_fp32 = []
+    for sends_as_computed in ("1", "0"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)
+            model = shard(plain(torch.bfloat16), mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
+            model(batch(0, 0, torch.bfloat16)).sum().backward()
+            sent = wire(model, lambda model=model: model(batch(0, 0, torch.bfloat16)).sum().backward())
+        reduced_in_fp32.append(sent["reduce_scatter_bytes"])
+    assert reduced_in_fp32 == [as_bf16, 2 * as_bf16]
 
 
 @on_ranks(2)
