@@ -36,7 +36,7 @@ std::string recommendations(const PlanQuestion& question, const ModelShapes& mod
   const std::vector<Variant> less_memory = {
       {"without --keep", "units are gathered once more, for backward",
        [](PlanQuestion& changed) { return std::exchange(changed.keeps, false) | (std::exchange(changed.keep_gathered, 0) != 0); }},
-      {"with --split-root", "gradients of the head are reduced before those of the blocks", set(&PlanQuestion::splits_root, true)},
+      {"with --split-root", "the embedding and the head are gathered when they are used", set(&PlanQuestion::splits_root, true)},
       {"with --placements optim_grads_params", "parameters are sharded, too", set<std::string>(&PlanQuestion::placements, kAllSharded)},
       {"with --param-dtype bf16", "gathered parameters take half as much", set<std::string>(&PlanQuestion::param_dtype, "bf16")},
       {"with --prefetch 0", "no unit is gathered ahead, so ranks wait for gathers", set(&PlanQuestion::prefetch, 0)},
@@ -57,7 +57,10 @@ std::string recommendations(const PlanQuestion& question, const ModelShapes& mod
       {"with --keep", "units are gathered once in a step", set(&PlanQuestion::keeps, true)},
       {"with --offload none", "the device updates, without copies to the host", set<std::string>(&PlanQuestion::offload, "none")},
       {"with --reduce-dtype bf16", "gradients are sent in half as many bytes, and rounded",
-       set<std::string>(&PlanQuestion::reduce_dtype, "bf16")},
+       [](PlanQuestion& changed) {
+         // What is computed in it is sent in it anyway.
+         return changed.param_dtype != "bf16" && std::exchange(changed.reduce_dtype, "bf16") != "bf16";
+       }},
   };
   const auto plan_of = [&](const PlanQuestion& tried) {
     return fsdp::plan(*model.module, sharding(tried, model, tried.ranks), step(tried, model));

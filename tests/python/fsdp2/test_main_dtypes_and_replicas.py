@@ -194,9 +194,12 @@ def master_weights(placements: str, grads: torch.dtype, wire: torch.dtype | None
 def test_shards_have_dtypes_of_their_own(placements: str) -> None:
     full = master_weights(placements, torch.float32, torch.float32)
     short = master_weights(placements, torch.float32, torch.bfloat16)
-    assert 2 * short == full
+    assert short == full  # They are computed in bf16, and sent in it, whatever they are reduced in.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_SEND_AS_COMPUTED", "0")
+        assert master_weights(placements, torch.float32, torch.float32) == 2 * short
     assert master_weights(placements, torch.bfloat16, torch.bfloat16) == short
-    # Without a reduce_dtype they travel as they are kept.
+    # Without a reduce_dtype they are reduced as they are kept.
     assert master_weights(placements, torch.float32, None) == full
     assert master_weights(placements, torch.bfloat16, None) == short
 

@@ -227,9 +227,8 @@ def test_optimizer_steps_on_gradients_of_another_dtype(precision_aware: bool) ->
 @on_ranks(2)
 def test_gradients_travel_in_the_policys_dtype() -> None:
     sent = []
-    fp32, bf16 = MixedPrecisionPolicy(main_grads_dtype=torch.float32), MixedPrecisionPolicy(
-        main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
-    )
+    fp32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    bf16 = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
     for policy, sends_as_computed in ((fp32, "0"), (fp32, "1"), (bf16, "1")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)

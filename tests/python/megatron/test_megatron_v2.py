@@ -146,24 +146,26 @@ def test_gradient_scaling_factor() -> None:
         torch.testing.assert_close(thrice, total * 3, rtol=1e-12, atol=0)
 
 
+def bytes_reduced(policy: MixedPrecisionPolicy, sends_as_computed: str) -> int:
+    """Of the second backward of a model in bf16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)
+        model: Any = shard(plain(torch.bfloat16), mp_policy=policy)
+        out = model(batch(0, 0, torch.bfloat16))
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    return wire(model, lambda: model(batch(0, 0, torch.bfloat16)).sum().backward())["reduce_scatter_bytes"]
+
+
 @on_ranks(2)
 def test_dtypes_of_the_policy() -> None:
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
-    model = shard(plain(torch.bfloat16), mp_policy=policy)
-    out = model(batch(0, 0, torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-    as_bf16 = wire(model, lambda: model(batch(0, 0, torch.bfloat16)).sum().backward())["reduce_scatter_bytes"]
-    reduced_in_fp32 = []
-    for sends_as_computed in ("1", "0"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)
-            model = shard(plain(torch.bfloat16), mp_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float32))
-            model(batch(0, 0, torch.bfloat16)).sum().backward()
-            sent = wire(model, lambda model=model: model(batch(0, 0, torch.bfloat16)).sum().backward())
-        reduced_in_fp32.append(sent["reduce_scatter_bytes"])
-    assert reduced_in_fp32 == [as_bf16, 2 * as_bf16]
+    fp32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    as_bf16 = bytes_reduced(
+        MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16), sends_as_computed="1"
+    )
+    assert bytes_reduced(fp32, sends_as_computed="0") == 2 * as_bf16
+    assert bytes_reduced(fp32, sends_as_computed="1") == as_bf16
 
 
 @on_ranks(2)
