@@ -227,6 +227,8 @@ void Reducer::depart_from(GradientAccumulator& gradients) {
   ++gradients.departures.count;
   if (!reduced_on_departure(gradients, gradients.departures.count)) return;
   if (gradients.state == GradientState::kNone) acquire(gradients);  // This rank has no gradient: it counts as zero.
+  // [Two live gradients]
+  while (options_.on_stream && inner_under_way() > 0) complete_oldest_inner();
   reduce(gradients);
 }
 
@@ -312,8 +314,8 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     }
     parameter.seen = false;
   }
-  // [Two live gradients] Also of gradients that are collected in place, for which nothing has waited yet.
-  while (inner_under_way() >= (options_.on_stream ? 1 : kLiveGradients)) complete_oldest_inner();
+  while (inner_under_way() >= kLiveGradients)
+    complete_oldest_inner();  // needed for gradients that are collected in place, for which nothing has waited yet
   if (&buffer != &gradients.sent()) {
     gradients.wire.acquire(pool_, memory::Kind::kUnreducedGradients);
     Copies conversions;

@@ -29,7 +29,7 @@ class Reducer {
     std::int64_t rank = 0;    ///< For error messages.
     bool report_nan = false;  ///< Reductions look for NaN first: see report_nan().
     /// Streams wait for collectives, and not the host, as on GPUs. Small gradients are then copied together, because a copy takes longer to
-    /// launch than to run, and a reduction begins when the one before has ended.
+    /// launch than to run, and a unit that backward leaves is reduced when the reduction before has ended.
     bool on_stream = false;
   };
   Reducer(c10::Device device, memory::SlotPool& pool, memory::Accounting& accounting, Options options)

@@ -78,7 +78,7 @@ TEST_F(TrainGptResume, ALoadThatFailsChangesNothing) {
   const auto before = contents(run_folder("run"));
   const auto outcome = run("resumed", {"--resume", run_folder("run"), "--steps", "20", "--nproc", "4"});
   EXPECT_EQ(outcome.exit_code, 1);
-  EXPECT_EQ(outcome.errors.find("ranks 0-3 failed: no checkpoint in " + checkpoints("run") + " is whole"), 0U) << outcome.errors;
+  EXPECT_EQ(outcome.errors.find("ranks 0-3 failed: no checkpoint in " + checkpoints("run") + " is intact"), 0U) << outcome.errors;
   auto after = contents(run_folder("run"));
   EXPECT_EQ(after.erase(run_folder("run") + "/.lock"), 1U);  // which says who was the last
   auto expected = before;

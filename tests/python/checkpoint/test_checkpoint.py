@@ -428,7 +428,7 @@ def test_what_is_damaged_is_not_taken(tmp_path: Path) -> None:
     if rank == 0:
         damage(Path(folder, "step-1", "__0_0.distcp"))
     dist.barrier()
-    with pytest.raises(libfsdp.Error, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(libfsdp.Error, match=r"no checkpoint in .* is intact"):
         libfsdp.load_latest(folder, model, optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

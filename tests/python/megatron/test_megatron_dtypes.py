@@ -62,7 +62,9 @@ def cell(
             before = libfsdp.wire_stats(model.module)["reduce_scatter_bytes"]
             loss.backward()
             sent = libfsdp.wire_stats(model.module)["reduce_scatter_bytes"] - before
-            travels = own if (own, wire) == (torch.bfloat16, torch.float32) else wire  # As it was computed.
+            # As it was computed, unless autograd converts it, as it does for a grad_dtype of its own.
+            as_computed = (own, wire) == (torch.bfloat16, torch.float32) and grads == main
+            travels = own if as_computed else wire
             assert sent == travels.itemsize * sum(-(-p.size(0) // ranks) * (p.numel() // p.size(0)) for p in parameters), (
                 case
             )
