@@ -43,15 +43,17 @@ struct SharedImpl : torch::nn::Module {
     for (int use = 0; use < uses; ++use) {
       x = fsdp::activation_checkpoint([this](const at::Tensor& input) { return layers[1]->forward(input); }, x);
     }
-    return layers[2](x);
+    return layers[2](detaches ? x.detach() : x);
   }
+  bool detaches = false;  ///< Only the last layer gets a gradient.
   std::vector<torch::nn::Linear> layers;
 };
 TORCH_MODULE(Shared);
 
 at::Tensor loss_of(Shared& model, int step, int rank, int uses) {
   const auto x = (torch::arange(2 * kWidth) * (rank + 2) + step).remainder(5).sub(2).view({2, kWidth});
-  return model->forward(x.to(model->layers[0]->weight.scalar_type()), uses).sum();
+  // It needs a gradient, so that backward enters the first layer, too, and departs from the shared one.
+  return model->forward(x.to(model->layers[0]->weight.scalar_type()).requires_grad_(), uses).sum();
 }
 
 fsdp::FSDPModule shard(Shared& model, const fsdp::DeviceMesh& mesh, fsdp::FullyShardOptions options = {}) {
@@ -155,6 +157,28 @@ TEST_P(SentAsComputed, WhatHasBeenAddedUpIsSentInTheDtypeOfTheWire) {
       expect_gradients(sharded, expected);
       sharded.zero_grad();
     }
+  });
+}
+
+// Nor does a rank that had no gradient to add up send anything else.
+TEST_P(SentAsComputed, ARankWithoutGradientsInTheSumSendsTheDtypeOfTheWireToo) {
+  run_ranks(ranks(), [&](int rank) {
+    Shared whole, model;
+    auto sharded = shard(model, line(), {.reshard_after_forward = false});
+    sharded.reset_wire_stats();
+    for (const bool sync : {false, true}) {
+      for (int r = 0; r < ranks(); ++r) {
+        whole->detaches = !sync && r == 0;
+        loss_of(whole, sync, r, 1).div(ranks()).backward();
+      }
+      model->detaches = !sync && rank == 0;
+      sharded.set_requires_gradient_sync(sync);
+      loss_of(model, sync, rank, 1).backward();
+    }
+    EXPECT_EQ(sharded.wire_stats().reduce_scatter_bytes, 3 * bytes(at::kFloat));
+    std::vector<at::Tensor> expected;
+    for (const auto& parameter : whole->parameters()) expected.push_back(parameter.grad());
+    expect_gradients(sharded, expected);
   });
 }
 
