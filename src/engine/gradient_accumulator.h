@@ -114,7 +114,7 @@ struct GradientAccumulator {
   };
   std::vector<Unexpected> unexpected;
 
-  /// What the reduction over the inner ranks sends, and where it receives.
+  /// The buffer that the reduction over the inner ranks sends, and the one into which it receives.
   const GradientBuffer& sent() const { return collected_in == CollectedIn::kComputed ? *computed : wire; }
   Buffer& receives() { return collected_in == CollectedIn::kComputed ? computed_staging : staging; }
   /// Copied or lent before anything reads the buffer, and copied at the end of backward.

@@ -44,8 +44,8 @@ std::vector<std::vector<std::size_t>> reduced_together(const Unit& unit) {
 
 void Reducer::add(Unit& unit) {
   gradients_.push_back(std::make_unique<GradientAccumulator>(unit));
+  by_unit_.push_back({gradients_.back().get()});
   divided_ = false;
-  index_units();
 }
 
 void Reducer::forget_units() {

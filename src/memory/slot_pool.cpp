@@ -78,7 +78,9 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   Slot slot;
   if (!device_.is_cpu() && !device_.is_meta()) stream_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   if (requests_.size() == kMaxRecord) stop_recording();
-  const auto request = too_long_ ? kUnrecorded : requests_.size();
+  // Where blocks do not stay, there is nothing to plan.
+  const bool records = !too_long_ && (idle_ == Idle::kStays || source_);
+  const auto request = records ? requests_.size() : kUnrecorded;
   if (follows_plan_ &&
       (request >= planned_requests_.size() || planned_requests_[request].bytes != bytes || planned_lent_[plan_.slot_of[request]])) {
     leave_plan();
@@ -91,7 +93,7 @@ Slot SlotPool::acquire(std::int64_t bytes, Kind kind) {
   } else {
     slot.block_ = take_any(bytes, kind, slot.capacity_);
   }
-  if (!too_long_) requests_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
+  if (records) requests_.push_back({.bytes = bytes, .begin = events_++, .end = 0});
   ++lent_;
   slot.pool_ = this;
   slot.bytes_ = bytes;

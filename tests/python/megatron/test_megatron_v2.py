@@ -147,7 +147,7 @@ def test_gradient_scaling_factor() -> None:
 
 
 def bytes_reduced(policy: MixedPrecisionPolicy, sends_as_computed: str) -> int:
-    """Of the second backward of a model in bf16."""
+    """Returns the bytes that the second backward of a model in bf16 sends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_SEND_AS_COMPUTED", sends_as_computed)
         model: Any = shard(plain(torch.bfloat16), mp_policy=policy)
