@@ -325,6 +325,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     buffer.release();
   }
   if (observer_ != nullptr) show_collected(gradients);
+  gradients.adds_up = false;
   if (aside_) {
     collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
     return release_unreduced(gradients);
@@ -334,7 +335,6 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient.memory &&
                         !gradients.own_local && !unit.offloaded();
   gradients.state = GradientState::kReducing;
-  gradients.adds_up = false;
   collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
   begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
   if (!overlaps_) drain();
@@ -344,7 +344,7 @@ void Reducer::reduce(GradientAccumulator& gradients) {
 void Reducer::agree_on_dtype(GradientAccumulator& gradients) {
   if (!gradients.agrees_on_dtype || gradients.adds_up) return;
   const bool as_computed = gradients.collected_in == CollectedIn::kComputed;
-  if (gradients.sent_in == SentIn::kUndecided && !aside_) {
+  if (gradients.sent_in == SentIn::kUndecided) {
     const Unit& unit = gradients.unit;
     const bool agreed = comm::Ranks({unit.communicators.outer, unit.communicators.reduce})
                             .agree(as_computed, unit.label("agreement on the dtype in which gradients are sent"));
@@ -418,7 +418,7 @@ void Reducer::begin_rehearsal() {
     const auto& predicted = predicted_[i];
     fresh.departures.reduced_at = predicted.reduced_at;
     fresh.left_to_end = predicted.left_to_end;
-    fresh.sent_in = predicted.sent_in == SentIn::kUndecided ? kept->sent_in : predicted.sent_in;
+    fresh.sent_in = predicted.sent_in;
     fresh.adds_up = predicted.adds_up;
   }
   index_units();

@@ -247,11 +247,42 @@ def random_models_without_an_alarm(seeds: range) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "seeds"), [(2, range(6)), (4, range(6, 10)), at_night(2, range(300)), at_night(4, range(300))]
+    ("size", "seeds"),
+    [(2, range(6)), (4, range(6, 10)), (4, range(659, 660)), at_night(2, range(300)), at_night(4, range(300))],
 )
 def test_random_clean_models_give_no_alarm(ranks: StartRanks, size: int, seeds: range) -> None:
     for first in range(seeds.start, seeds.stop, 10):
         assert ranks(size).run(random_models_without_an_alarm, range(first, min(first + 10, seeds.stop)))[0] > 0
+
+
+class Twice(nn.Module):
+    """A block that is used twice, in regions that autograd runs again in backwards of their own: its gradients arrive one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.between = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, uses_block: bool) -> torch.Tensor:
+        for layer in (self.block, self.between, self.block) if uses_block else (self.between,):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def twice_and_backward(model: Any, x: torch.Tensor, uses_block: bool) -> None:
+    model(x, uses_block).square().sum().backward()
+
+
+@on_ranks(2)
+def test_gradients_that_arrive_twice_in_a_first_backward_give_no_alarm() -> None:
+    """The ranks decide in it in which dtype they send, and change that at its end; a rehearsal decides as it did."""
+    model: Any = Twice()
+    for module in (model.block, model.between, model):
+        libfsdp.fully_shard(module, mp_policy=libfsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    check = libfsdp.ReplayCheck(model, every=1)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).requires_grad_()
+        check.run(functools.partial(twice_and_backward, model), x, step > 0)
+    assert check.checked == 2  # The first microbatch forms the model.
 
 
 def forward_and_sum_backward(model: Any, x: torch.Tensor) -> None:
