@@ -213,8 +213,10 @@ class ShardedTrainee final : public Trainee {
  private:
   void start(const Settings& settings, double shift = 0) {
     settings_ = settings;
-    // Of every other division: each parameter of a unit that encloses others is reduced by itself.
-    engine::set_reduced_alone(settings.division % 2 == 0 ? 0 : std::int64_t{1} << 40);
+    // Of every other division: each parameter of a unit that encloses others is reduced by itself. Not where the order of sums is open: it
+    // then is another where gradients are replicated, which are reduced as a whole.
+    const bool alone = settings.division % 2 == 0 && case_.sums_in_order();
+    engine::set_reduced_alone(alone ? 0 : std::int64_t{1} << 40);
     optimizer_.reset();
     const auto make = [&] { return ModelBuilder(case_.model).build(); };
     const bool has_values = settings.values != Values::kFromRank0 || rank_ == 0;

@@ -13,7 +13,7 @@ from support.marks import at_night, on_ranks
 from support.ranks import RankError, StartRanks
 from support.states import assert_equal
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import libfsdp
@@ -209,6 +209,12 @@ def square_and_backward(model: Any, x: torch.Tensor, used: list[int], picks: lis
     model(x, used, picks).square().sum().backward()
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    """One for all models: a mesh's groups have threads until its process ends."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+
+
 def random_models_without_an_alarm(seeds: range) -> int:
     """Nothing is corrupted, whatever a microbatch uses, and the bits are those of steps without a check."""
     checked, size = 0, dist.get_world_size()
@@ -219,7 +225,7 @@ def random_models_without_an_alarm(seeds: range) -> int:
             torch.manual_seed(seed)
             model: Any = Branches(chance)
             shape = (2, size // 2) if size > 2 and chance.random() < 0.5 else (1, size)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+            mesh = mesh_of(shape)
             options: dict[str, Any] = {"mesh": mesh if shape[0] > 1 else mesh["inner"]}
             options["reshard_after_forward"] = chance.random() < 0.7
             if chance.random() < 0.3:
