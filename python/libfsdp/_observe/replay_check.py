@@ -120,10 +120,10 @@ class ReplayCheck:
     def _checker_now(self) -> _C.MicrobatchChecker | None:
         """The checker of the model's engine, which may have been replaced; None before its first forward."""
         model = self._module._get_fsdp_state().model
-        if model is None or model.provisional:
+        if model is None or model.provisional or model.adopt_registered():
             return None
         engine = engine_of(self._module)
-        # Shards to which the program has given other memory are read from there before their digests are taken.
+        # Shards to which the program has given other memory are read from there before their digests are taken, as are other parameters.
         engine.take_writes()
         if engine is not self._engine:
             self._engine = engine

@@ -323,6 +323,21 @@ def test_shards_in_other_memory_give_no_alarm() -> None:
     assert check.checked == 2
 
 
+@on_ranks(2)
+def test_other_parameters_give_no_alarm() -> None:
+    """Those of load_state_dict(assign=True), which the next forward takes; of another dtype, for which it forms another model."""
+    model = blocks({}, 1)
+    check = libfsdp.ReplayCheck(model, every=1)
+    for step in range(6):
+        dtype = torch.float32 if step < 3 else torch.float64
+        check.run(functools.partial(forward_and_backward, model), {**batch_of(step), "x": batch_of(step)["x"].to(dtype)})
+        values = {name: (2 * value).to(dtype if step < 2 else torch.float64) for name, value in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        model.zero_grad()
+        check.remember_parameters()
+    assert check.checked == 4, check.checked  # The first microbatch of a model forms it.
+
+
 @on_ranks(1)
 def test_what_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="is not sharded"):
