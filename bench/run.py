@@ -46,6 +46,12 @@ def step_case(name: str) -> Case:
     return Case(lambda pace, programs: measure_steps(paced.model, pace, programs), paced.pace, Pace(rounds=2, turn=1))
 
 
+def hosts_case(name: str) -> Case:
+    """Steps of a model of cases.py on two hosts."""
+    paced = MODELS[name]
+    return Case(lambda pace, programs: measure_hosts(paced.model, pace, programs), paced.pace, Pace(rounds=2, turn=1))
+
+
 def host_case(name: str, only: frozenset[str] = frozenset()) -> Case:
     """Host time of a model of cases.py. `only`: the contenders that take part, if not all do."""
     paced = MODELS[name]
@@ -65,11 +71,8 @@ CASES = {
     "d256": step_case("d256"),
     "d512": step_case("d512"),
     **{name: step_case(name) for name in VARIANTS_OF_STEPS},
-    "hosts": Case(
-        lambda pace, programs: measure_hosts(MODELS["hosts"].model, pace, programs),
-        MODELS["hosts"].pace,
-        Pace(rounds=2, turn=1),
-    ),
+    "hosts": hosts_case("hosts"),
+    "hosts_bf16": hosts_case("hosts_bf16"),
     "world8": host_case("world8"),
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.

@@ -271,6 +271,8 @@ def wrap(args: argparse.Namespace, work: Workload) -> nn.Module:
     if contender == "local":
         return model
     if contender == "ddp":
+        if args.bf16:  # Its gradients are of fp32, as its parameters are.
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
     world = dist.get_world_size()
     mesh: DeviceMesh = (

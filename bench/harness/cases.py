@@ -69,6 +69,17 @@ MODELS = {
             ModelCase("hosts", GPTConfig(VOCAB, 512, 12, heads=8, context=CONTEXT), 1, ranks=4),
             Pace(rounds=6, turn=2),
         ),
+        PacedModel(
+            ModelCase(
+                "hosts_bf16",
+                GPTConfig(VOCAB, 512, 12, heads=8, context=CONTEXT),
+                1,
+                ranks=4,
+                options=("--bf16", "1"),
+                only=frozenset({"libfsdp_python", "fsdp2", "ddp"}),
+            ),
+            Pace(rounds=6, turn=2),
+        ),
         host("world8", 8, 48, Pace(rounds=12, turn=20)),
         host("world1024", 1024, 48, Pace(rounds=12, turn=20)),
         # As many units as a model of many experts has.
@@ -77,4 +88,4 @@ MODELS = {
 }
 
 # Beside d256 and d512: those with options or with other models, of the Python contenders alone.
-VARIANTS_OF_STEPS = [name for name, paced in MODELS.items() if not paced.model.takes("libfsdp")]
+VARIANTS_OF_STEPS = [name for name, paced in MODELS.items() if not paced.model.takes("libfsdp") and not name.startswith("hosts")]

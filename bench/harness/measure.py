@@ -27,6 +27,7 @@ HOSTS = 2
 HOST_MBIT = 1000
 ON_HOSTS = ("libfsdp", "libfsdp_messages", "fsdp2", "ddp")
 LOSS_TOLERANCE = 1e-5  # Relative: some ulps of fp32, for sums in another order.
+BF16_TOLERANCE = 1e-2  # Autocast, with which DDP computes in bf16, leaves other operators in fp32.
 
 # Each contender's program, and its name there.
 TRAINERS = {
@@ -228,12 +229,12 @@ def warm_up(contenders: Sequence[Contender], verb: str) -> Losses:
     return {c.name: [reply["loss"] for reply in c.ask(verb, WARM_UP_STEPS)] for c in contenders}
 
 
-def check_losses(case: str, losses: Losses, steps: int) -> None:
+def check_losses(case: str, losses: Losses, steps: int, tolerance: float = LOSS_TOLERANCE) -> None:
     """Stops the benchmark unless the contenders computed the same in their first steps: times would mean nothing."""
     for (reference, expected), (name, got) in pairwise(losses.items()):
         for rank, both in enumerate(zip(expected, got, strict=True)):
             for step, (a, b) in enumerate(zip(both[0][:steps], both[1][:steps], strict=True)):
-                if not math.isclose(a, b, rel_tol=LOSS_TOLERANCE):
+                if not math.isclose(a, b, rel_tol=tolerance):
                     raise BenchError(
                         f"{case}: at step {step} on rank {rank}, {reference} has loss {a} and {name} has {b}: "
                         "they do not train the same model on the same data"
@@ -307,11 +308,12 @@ def measure_steps(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
 
 def measure_hosts(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
     """(f) a training step of ranks on two hosts, whose links are slow, and what crosses a link in it."""
+    in_bf16 = "--bf16" in case.options
     try:
         with Hosts(HOSTS, HOST_MBIT) as hosts:
-            launches = programs.launches({name: TRAINERS[name] for name in ON_HOSTS}, case.arguments(), case.ranks)
+            launches = programs.launches({name: TRAINERS[name] for name in case.only or ON_HOSTS}, case.arguments(), case.ranks)
             with Fleet([replace(launch, hosts=hosts) for launch in launches]) as contenders:
-                check_losses(case.name, warm_up(contenders, "step"), WARM_UP_STEPS)
+                check_losses(case.name, warm_up(contenders, "step"), WARM_UP_STEPS, BF16_TOLERANCE if in_bf16 else LOSS_TOLERANCE)
                 rounds = interleave(case.name, [Turn(contender, "step") for contender in contenders], pace)
                 crossed = {contender.name: crossing_mib(contender, hosts) for contender in contenders}
     except HostsUnavailable as reason:
@@ -323,7 +325,7 @@ def measure_hosts(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
     return [
         *(row(case.name, name, "step_ms", "ms", flat(of_it)) for name, of_it in samples.items()),
         *(row(case.name, name, "link_mib_per_step", "MiB", of_links) for name, of_links in crossed.items()),
-        row(case.name, "theory", "link_mib_per_step", "MiB without headers", [least_link_mib(config, HOSTS)]),
+        row(case.name, "theory", "link_mib_per_step", "MiB without headers", [least_link_mib(config, HOSTS, 2 if in_bf16 else 4)]),
         *ratio_rows(case.name, "step", samples, ("libfsdp_messages", "fsdp2", "ddp")),
     ]
 

@@ -39,6 +39,7 @@ TARGETS = (
     Target("d512", "libfsdp_no_reshard", "step_ratio_to_ddp", 1.0),
     Target("d512", "libfsdp", "memory_ratio_to_fsdp2", 0.6),
     Target("hosts", "libfsdp", "step_ratio_to_libfsdp_messages", 0.6),
+    Target("hosts_bf16", "libfsdp_python", "step_ratio_to_fsdp2", 0.6),
     Target("world8", "libfsdp", "host_ratio_to_fsdp2", 1 / 40),
     Target("world1024", "libfsdp", "host_ratio_to_fsdp2", 1 / 100),
     Target("world8", "libfsdp_python", "host_ratio_to_fsdp2", 1 / 12),

@@ -21,16 +21,17 @@ def theory_mib(config: GPTConfig, sequences: int, world: int) -> float:
     return (4 * whole / world + 2 * two_largest + saved_bytes(model, config, sequences)) / MIB
 
 
-def least_link_mib(config: GPTConfig, hosts: int) -> float:
+def least_link_mib(config: GPTConfig, hosts: int, gathered_bytes: int) -> float:
     """MiB that each host has to send to the others in a step with resharding, where every byte crosses once per host.
 
     Forward gathers all units. The root and the last block are still there when backward begins, the others are gathered again; all
-    gradients are reduced.
+    gradients are reduced: their sums are of fp32. `gathered_bytes`: of a gathered element.
     """
     model = GPT(config)
     blocks = [parameter_bytes(block.parameters()) for block in model.blocks]
     whole = parameter_bytes(model.parameters())
-    return (2 * whole + sum(blocks[:-1])) * (hosts - 1) / hosts / MIB
+    gathered = (whole + sum(blocks[:-1])) * gathered_bytes / torch.float32.itemsize
+    return (gathered + whole) * (hosts - 1) / hosts / MIB
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
