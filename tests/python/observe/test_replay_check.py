@@ -262,7 +262,7 @@ def test_random_clean_models_give_no_alarm(ranks: StartRanks, size: int, seeds: 
 
 
 class Twice(nn.Module):
-    """A block that is used twice, in regions that autograd runs again in backwards of their own: its gradients arrive one after the other."""
+    """A block that is used twice, each time in a region with a backward of its own: its gradients arrive one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
