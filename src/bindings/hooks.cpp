@@ -184,6 +184,7 @@ void bind_hooks(py::module_& module) {
       .def("set_prefetch", &ShownUnit::set_prefetch)
       .def("enter", &ShownUnit::enter)
       .def("leave", &ShownUnit::leave)
+      .def("leave_by", &ShownUnit::leave_by)
       .def(
           "leave_now", [](ShownUnit& self) { self.require_model()->engine()->leave_now(self.unit()); }, kNoGil)
       .def("watch", [](ShownUnit& self, const std::vector<at::Tensor>& outputs) { self.require_model()->watch(self, outputs); })

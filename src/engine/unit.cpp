@@ -174,6 +174,7 @@ Pieces Unit::main_pieces() const {
 }
 
 at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
+  if (pieces.count == held.count) return tensor;
   const std::int64_t piece = tensor.numel() / held.count;
   return comm::flat_view(tensor, (pieces.first - held.first) * piece, pieces.count * piece);
 }

@@ -6,6 +6,7 @@
 #include "base/outside_transforms.h"
 #include "hooks/hooked_model.h"
 #include "torch_python/freed_with_gil.h"
+#include "trigger/autograd_pass.h"
 
 namespace py = pybind11;
 
@@ -29,6 +30,11 @@ void ShownUnit::set_parameters(std::size_t i, py::object shard, py::object whole
   parameters_[i].own_memory = memory_of(parameters_[i].shard);
 }
 
+void ShownUnit::set_leaf(std::size_t i, const at::Tensor& leaf) {
+  parameters_.at(i).leaf = leaf;
+  HookedUnit::set_leaf(i, leaf);
+}
+
 void ShownUnit::add_place(std::size_t i, py::dict parameters, py::str name, py::object module) {
   parameters_.at(i).places.push_back({std::move(parameters), std::move(name), std::move(module)});
 }
@@ -50,8 +56,8 @@ void ShownUnit::put(Shown form) {
 }
 
 std::uint32_t ShownUnit::version_of(std::size_t i) const {
-  const auto whole = unit().parameters[i].tensor.lock();
-  return whole ? whole->version_counter().current_version() : 0;
+  const auto& leaf = parameters_[i].leaf;
+  return leaf.defined() ? leaf.unsafeGetTensorImpl()->version_counter().current_version() : 0;
 }
 
 /// Warns, once for each model, that the program has written to unsharded parameters since modules have them. (Where the engine has bumped
@@ -145,6 +151,17 @@ bool ShownUnit::leave(const std::vector<at::Tensor>& outputs, bool hides) {
   return ended;
 }
 
+bool ShownUnit::leave_by(const py::object& output) {
+  if (Py_TYPE(output.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) return false;
+  if (trigger::inside_backward() || unit().communicators.post_forward) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(output.ptr());
+  std::vector<at::Tensor> watched;
+  if (at::GradMode::is_enabled() && tensor.requires_grad()) watched.push_back(tensor);
+  if (!watched.empty() && tensor.is_view()) return false;
+  leave(watched, unit().options.reshards_after_forward());
+  return true;
+}
+
 void ShownUnit::unshard(bool wait) {
   // Registered again, so that writes are noticed from the moment when the unsharded parameters are present.
   if (unit().state() != engine::ParameterState::kPresent) hide();
@@ -187,7 +204,7 @@ void ShownUnit::settle() {
 bool ShownUnit::has_its_rows(std::size_t i) const {
   const auto& parameter = parameters_[i];
   const auto& shard = this->shard(i);
-  if (!shard.defined() || parameter.wrap.is_none()) return true;
+  if (!shard.defined() || !parameter.wrap) return true;
   static PyObject* const local = PyUnicode_InternFromString("_local_tensor");
   const auto rows = py::reinterpret_steal<py::object>(PyObject_GetAttr(parameter.shard.ptr(), local));
   if (!rows) throw py::error_already_set();
@@ -219,7 +236,7 @@ std::vector<std::size_t> ShownUnit::with_assigned_data() const {
   std::vector<std::size_t> found;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    const bool is_wrapped = parameter.shard && !parameter.wrap.is_none();
+    const bool is_wrapped = parameter.shard && parameter.wrap;
     if (is_wrapped && memory_of(parameter.shard) != parameter.own_memory && has_its_rows(i)) found.push_back(i);
   }
   return found;
@@ -233,13 +250,14 @@ bool ShownUnit::deliver(const std::vector<std::optional<at::Tensor>>& gradients,
     auto& parameter = parameters_[i];
     const at::Tensor& shard = THPVariable_Unpack(parameter.shard.ptr());
     const auto& rows = this->shard(i);  // A unit to whose parameter this one is tied may have them in other memory.
-    const at::Tensor arrived = rows.defined() ? gradients[i]->to(rows.device()) : *gradients[i];
+    const bool moves = rows.defined() && rows.device() != gradients[i]->device();
+    const at::Tensor arrived = moves ? gradients[i]->to(rows.device()) : *gradients[i];
     if (shard.grad().defined()) {
       const py::object gradient = parameter.shard.attr("grad");
-      const py::object local = parameter.wrap.is_none() ? gradient : gradient.attr("_local_tensor");
+      const py::object local = parameter.wrap ? gradient.attr("_local_tensor") : gradient;
       THPVariable_Unpack(local.ptr()).add_(arrived);
     } else {
-      const py::object gradient = parameter.wrap.is_none() ? py::cast(arrived) : parameter.wrap(arrived);
+      const py::object gradient = parameter.wrap ? parameter.wrap(arrived) : py::cast(arrived);
       shard.mutable_grad() = THPVariable_Unpack(gradient.ptr());
     }
     if (!torch::autograd::impl::hooks(shard).empty()) has_hooks = has_hooks || py::len(parameter.shard.attr("_backward_hooks")) > 0;

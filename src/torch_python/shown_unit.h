@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "hooks/hooked_unit.h"
+#include "torch_python/gradient_wrap.h"
 
 namespace fsdp::torch_python {
 
@@ -27,6 +28,7 @@ class ShownUnit final : public hooks::HookedUnit {
 
   /// Sets the parameter that modules have between steps, and the one that they have while they compute.
   void set_parameters(std::size_t i, pybind11::object shard, pybind11::object whole);
+  void set_leaf(std::size_t i, const at::Tensor& leaf);
   /// Sets the parameter that modules have between forward and backward if the unit has a post-forward mesh; without one, they have the
   /// shard.
   void set_post_forward(std::size_t i, pybind11::object parameter) { parameters_.at(i).post_forward = std::move(parameter); }
@@ -45,6 +47,9 @@ class ShownUnit final : public hooks::HookedUnit {
   /// Call it when a forward of the unit ends, through whose outputs backward will enter it. With `hides`, registers the shards on the
   /// modules. Returns false if an outer forward of it has not ended.
   bool leave(const std::vector<at::Tensor>& outputs, bool hides);
+  /// Does what leave() does for a forward of the unit's only module whose output is one tensor, and returns true. Returns false, and does
+  /// nothing, if that is not so, if a backward repeats the forward, if the unit has a post-forward mesh, or if the output is a view.
+  bool leave_by(const pybind11::object& output);
   /// Gathers the unit. With `wait`, registers the unsharded parameters on the modules.
   void unshard(bool wait);
   /// Registers the shards on the modules. If a model has the unit, the unsharded parameters are freed.
@@ -61,9 +66,8 @@ class ShownUnit final : public hooks::HookedUnit {
   /// requires_grad of the shards.
   void settle();
 
-  /// Sets the Python function that wraps a tensor of this rank's rows of parameter i as a gradient of its shard; with None, the tensor is
-  /// used as it is. The function must not refer to the unit, because the garbage collector does not see this reference.
-  void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = std::move(wrap); }
+  /// Sets how gradients of parameter i are made from this rank's rows: see GradientWrap.
+  void set_wrap(std::size_t i, pybind11::object wrap) { parameters_.at(i).wrap = GradientWrap(std::move(wrap)); }
   /// Makes the reduced gradients, if there are any, the gradients of the shards, or adds them to those. Appends the shards that have hooks
   /// on accumulated gradients, which the caller has to run, to `with_hooks`.
   ///
@@ -91,7 +95,9 @@ class ShownUnit final : public hooks::HookedUnit {
     const c10::StorageImpl* own_memory =
         nullptr;  ///< The storage of the shard when it was set (a DTensor's is empty). It is compared, and never read.
     std::vector<Place> places;
-    pybind11::object wrap;
+    /// The tensor of set_leaf(). Without this reference, each use of the engine's weak one would acquire and release the GIL.
+    at::Tensor leaf;
+    GradientWrap wrap;
     bool trained = false;  ///< The requires_grad that the shard and the other form had when the other form was last registered. If one of
                            ///< them differs now, it was changed.
     std::uint32_t version = 0;  ///< The version of the unsharded form when modules began to have it.

@@ -44,6 +44,7 @@ class ForwardHooks:
 
     def __init__(self, state: MemberState) -> None:
         self.state = state
+        self._is_group = len(state.modules) > 1
 
     def register(self) -> None:
         """Registers the hooks. Called once, when the modules are sharded."""
@@ -67,7 +68,13 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Runs before a module's forward: gathers the unit, and registers the unsharded parameters on the module."""
         state = self.state
-        model = state.model
+        model, unit = state.model, state.unit
+        # Most calls, in as few steps as possible: the forward of one module within the root's.
+        if unit is not None and model is not None and model.forward_root not in (None, state) and not self._is_group:
+            if state.mp_policy.param_dtype is not None:
+                args, kwargs = self._cast_inputs(args, kwargs)
+            unit.enter(True)
+            return args, kwargs
         if model is None or model.provisional:
             model = state.model_of_forward()
         if _C.inside_backward():  # activation checkpointing repeats a forward
@@ -81,7 +88,7 @@ class ForwardHooks:
             elif model.forward_root is None or model.forward_root is state:
                 model = model.begin_forward(state)
                 args, kwargs = self._move_inputs(args, kwargs)
-            if len(state.modules) > 1:
+            if self._is_group:
                 state.modules_to_run.update(state.modules)
         if state.mp_policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -93,9 +100,12 @@ class ForwardHooks:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Runs after a module's forward: registers the shards again, and makes backward enter the unit when it reaches the output."""
         state = self.state
-        model = state.model
+        model, unit = state.model, state.unit
         if model is None:
             return self._cast_output(output)
+        is_within = model.forward_root not in (None, state) and not self._is_group and not model.leaves_at_once
+        if unit is not None and is_within and unit.leave_by(output):  # most calls
+            return output if state.mp_policy.output_dtype is None else self._cast_output(output)
         repeated = _C.inside_backward()
         outputs: list[torch.Tensor] = []
         if state.unit is not None and torch.is_grad_enabled():
@@ -137,6 +147,8 @@ class ForwardHooks:
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self.state.mp_policy.param_dtype
         if dtype is None or not self.state.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        if not kwargs and all(type(value) is torch.Tensor and value.dtype is dtype for value in args):
             return args, kwargs
         cast = functools.partial(cast_floating, dtype)
         return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)

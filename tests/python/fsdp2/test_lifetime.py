@@ -32,6 +32,10 @@ import libfsdp
 from libfsdp import fully_shard, register_fsdp_forward_method
 
 
+# What tensors of one kind have in common.
+ALIKE = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "placements", "device_mesh")
+
+
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
@@ -146,6 +150,33 @@ def test_a_gradient_that_is_kept_stays_as_it_is() -> None:
     sharded.zero_grad()
     sharded(3 * torch.ones(2, 4)).sum().backward()
     assert all(torch.equal(gradient.to_local(), value) for gradient, value in zip(kept, expected, strict=True))
+
+
+def test_gradients_of_later_steps_are_made_as_the_first() -> None:
+    """Python makes the first one and C++ copies it: they differ in their values alone, and share nothing."""
+    sharded = model()
+    steps = []
+    for step in range(3):
+        sharded.zero_grad()
+        sharded((step + 1) * torch.ones(2, 4)).sum().backward()
+        steps.append([p.grad for p in sharded.parameters()])
+    for first, *later in zip(*steps, strict=True):
+        for gradient in later:
+            assert type(gradient) is DTensor
+            assert gradient._spec is first._spec
+            assert [getattr(gradient, what) for what in ALIKE] == [getattr(first, what) for what in ALIKE]
+            assert gradient.stride() == first.stride()
+            assert torch._C._dispatch_keys(gradient) == torch._C._dispatch_keys(first)
+            assert gradient.untyped_storage().nbytes() == first.untyped_storage().nbytes()
+            assert gradient.untyped_storage()._cdata != first.untyped_storage()._cdata
+            assert torch.equal((gradient + gradient).to_local(), 2 * gradient.to_local())
+            assert torch.equal(copy.deepcopy(gradient).to_local(), gradient.to_local())
+            before = first.to_local().clone()
+            gradient.mul_(2)
+            assert torch.equal(first.to_local(), before)
+    left = weakref.ref(steps[0][0]._local_tensor)
+    del steps, first, later, gradient
+    assert left() is None
 
 
 def test_parameters_are_frozen_and_trained_again_between_steps() -> None:
