@@ -34,7 +34,7 @@ from contenders.workloads import OTHERS, Batch, Workload, gpt
 
 Reply = dict[str, Any]
 CONTENDERS = (
-    *("libfsdp_python", "libfsdp_python_no_reshard"),
+    *("libfsdp_python", "libfsdp_python_no_reshard", "libfsdp_python_fuse", "empty_hooks"),
     *("fsdp2", "fsdp2_no_reshard", "fsdp2_tuned", "fsdp2_tuned_2", "fsdp2_tuned_no_reshard", "fsdp2_instant"),
     *("libfsdp_megatron", "megatron_fsdp"),
     *("ddp", "local", "collectives"),
@@ -88,6 +88,8 @@ class Trainer:
         )
         if megatron:
             self.optimizer = megatron.fully_shard_optimizer(optimizer=self.optimizer)
+        if args.contender.endswith("_fuse"):
+            self.optimizer = libfsdp().fuse(self.optimizer)
         self.plain = workload_of(args).model if args.fake_world else None
         gc.collect()
         gc.freeze()  # What lives as long as the process is not looked at again.
@@ -99,6 +101,11 @@ class Trainer:
             return self.repeat(count)
         if verb == "host":
             return self.beside_plain(count)
+        if verb in ("sharded", "plain"):  # for bench/instructions.py, which counts what happens until the answer
+            model = self.model if verb == "sharded" else self.plain
+            assert model is not None
+            self.forward_backward(model, [self.draw()])
+            return {}
         if verb == "memory":
             return {
                 "base_kib": self.base["now_kib"],
@@ -225,12 +232,20 @@ def join_ranks(fake_world: int) -> None:
         dist.init_process_group("gloo")
 
 
+def libfsdp() -> Any:
+    """The package, which run.py puts on the path."""
+    return importlib.import_module("libfsdp")
+
+
 def fully_shard_of(contender: str) -> Callable[..., Any]:
-    """torch's own, or that of libfsdp's package, which run.py puts on the path."""
-    if not contender.startswith("libfsdp"):
-        return fully_shard
-    libfsdp: Any = importlib.import_module("libfsdp")
-    return cast(Callable[..., Any], libfsdp.fully_shard)
+    """torch's own, or libfsdp's."""
+    return cast(Callable[..., Any], libfsdp().fully_shard) if contender.startswith("libfsdp") else fully_shard
+
+
+def register_empty_hooks(module: nn.Module) -> None:
+    """Hooks as fully_shard registers them, which do nothing: what calling them takes can't be saved."""
+    module.register_forward_pre_hook(lambda *_: None, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda *_: None, always_call=True)
 
 
 def megatron_of(contender: str) -> Any:
@@ -269,6 +284,10 @@ def wrap(args: argparse.Namespace, work: Workload) -> nn.Module:
     """The model as the contender trains it: the rest, beside the units, is the root's."""
     contender, model = args.contender, work.model
     if contender == "local":
+        return model
+    if contender == "empty_hooks":
+        for module in (*work.units, model):
+            register_empty_hooks(module)
         return model
     if contender == "ddp":
         if args.bf16:  # Its gradients are of fp32, as its parameters are.

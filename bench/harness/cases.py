@@ -44,7 +44,8 @@ def variant(name: str, *options: str, ranks: int = 2, only: frozenset[str] = VAR
 
 def other(name: str) -> PacedModel:
     """A model of workloads.py."""
-    return PacedModel(ModelCase(name, None, 0, options=("--model", name), only=VARIANTS), Pace(rounds=6, turn=2))
+    only = VARIANTS | {"libfsdp_python_fuse"}
+    return PacedModel(ModelCase(name, None, 0, options=("--model", name), only=only), Pace(rounds=6, turn=2))
 
 
 def host(name: str, world: int, layers: int, pace: Pace) -> PacedModel:

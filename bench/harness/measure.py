@@ -37,6 +37,7 @@ TRAINERS = {
     "local_cpp": ("cpp", "local"),
     "libfsdp_python": ("python", "libfsdp_python"),
     "libfsdp_python_no_reshard": ("python", "libfsdp_python_no_reshard"),
+    "libfsdp_python_fuse": ("python", "libfsdp_python_fuse"),
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_no_reshard": ("python", "fsdp2_no_reshard"),
     "fsdp2_tuned": ("python", "fsdp2_tuned"),
@@ -51,6 +52,7 @@ TRAINERS = {
 LONE_RANKS = {
     "libfsdp": ("cpp", "libfsdp"),
     "libfsdp_python": ("python", "libfsdp_python"),
+    "empty_hooks": ("python", "empty_hooks"),  # Not sharded: the floor of what hooks take.
     "fsdp2": ("python", "fsdp2"),
     "fsdp2_instant": ("python", "fsdp2_instant"),
 }

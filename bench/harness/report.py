@@ -123,6 +123,7 @@ COLOURS = {
     "libfsdp_no_reshard": "#56B4E9",
     "libfsdp_python": "#0072B2",
     "libfsdp_python_no_reshard": "#56B4E9",
+    "libfsdp_python_fuse": "#56B4E9",
     "fsdp2": "#D55E00",
     "fsdp2_no_reshard": "#E69F00",
     "fsdp2_instant": "#E69F00",
