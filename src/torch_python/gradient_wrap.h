@@ -12,8 +12,8 @@ namespace fsdp::torch_python {
 /// and step would take most of the time in which gradients are delivered.
 class GradientWrap {
  public:
-  /// `make` returns a DTensor over the rows that it is given. It must not refer to the unit, because the garbage collector does not see this
-  /// reference. With None, gradients are the rows themselves.
+  /// `make` returns a DTensor over the rows that it is given. It must not refer to the unit, because the garbage collector does not see
+  /// this reference. With None, gradients are the rows themselves.
   explicit GradientWrap(pybind11::object make = pybind11::none()) : make_(std::move(make)) {}
   /// False if gradients are the rows themselves.
   explicit operator bool() const { return !make_.is_none(); }

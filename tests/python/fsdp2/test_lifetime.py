@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 import libfsdp
 from libfsdp import fully_shard, register_fsdp_forward_method
 
-
 # What tensors of one kind have in common.
 ALIKE = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "placements", "device_mesh")
 
