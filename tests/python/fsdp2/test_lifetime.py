@@ -151,6 +151,14 @@ def test_a_gradient_that_is_kept_stays_as_it_is() -> None:
     assert all(torch.equal(gradient.to_local(), value) for gradient, value in zip(kept, expected, strict=True))
 
 
+def test_a_module_within_the_root_that_returns_a_view_is_warned_of() -> None:
+    sharded = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    for module in (sharded[0], sharded):
+        fully_shard(module)
+    with pytest.warns(UserWarning, match=r"module \(Linear\) returned a view tensor"):
+        sharded(torch.ones(4))  # of one dimension, so that the layer returns a view
+
+
 def test_gradients_of_later_steps_are_made_as_the_first() -> None:
     """Python makes the first one and C++ copies it: they differ in their values alone, and share nothing."""
     sharded = model()
