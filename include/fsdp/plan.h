@@ -63,6 +63,7 @@ struct PlannedUnit {
   std::int64_t communication = 0;    ///< Receive staging of its reduction.
   std::int64_t padding = 0;          ///< The part of `gathered` that belongs to no parameter.
   std::int64_t activations = 0;      ///< PlanOptions::activations.
+  std::int64_t checkpoint = 0;       ///< What this rank writes of parameters and optimizer state into a checkpoint.
 };
 
 /// What this rank sends in one step over one dimension of a mesh.
@@ -126,6 +127,10 @@ struct Plan {
   /// True if a device with this much memory for the program can hold the peak. The plan does not include the memory that torch's allocator
   /// and the device's driver need in addition.
   bool fits(std::int64_t bytes) const { return peak.device() <= bytes; }
+  /// Returns the host memory that AsyncSaver takes for this rank: its buffers for copies, and with AsyncSaverOptions::memory on so many
+  /// hosts two steps, each with a copy of another rank's file if there are several hosts. 0: without. Buffers of the model, the program's
+  /// own values and the heads of records are not counted.
+  std::int64_t saver_memory(std::int64_t hosts) const;
   /// The plan as a table, to print.
   std::string text() const;
   /// The plan as a JSON object, in bytes.

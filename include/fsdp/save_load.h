@@ -163,6 +163,9 @@ struct Loaded {
   std::optional<double> metric;         ///< SaveOptions::metric.
   bool rng = false;                     ///< Whether the generators were restored.
   std::vector<std::string> skipped;     ///< Newer checkpoints that load_latest did not load, with the reasons.
+  /// Where load_latest found the checkpoint: "memory of this host", with the number of bytes that other hosts have sent from theirs, or the
+  /// last folder.
+  std::string origin;
 };
 
 /// Reads a checkpoint into a sharded model and its optimizer. The checkpoint has DCP's format, or, for the model alone, is Hugging Face's
@@ -190,6 +193,16 @@ Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optim
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, LoadOptions options = {});
 /// load_latest() with the optimizer's state.
 std::optional<Loaded> load_latest(const std::string& folder, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options = {});
+/// Loads the newest checkpoint in the memory of the ranks' hosts (AsyncSaverOptions::memory; empty: none) or in a folder that all ranks
+/// share. `memory` may be another path on each host. A step in memory is complete if each of its files is in the memory of some host. If it
+/// is as new as one in the folder, it is preferred. A rank reads files from the memory of its own host, and gets the parts that it needs of
+/// other files from the hosts that have them. A damaged file counts as absent: its copy on another host is read, and if there is none, the
+/// checkpoint before. Everything else is as without `memory`.
+std::optional<Loaded> load_latest(const std::string& memory, const std::string& folder, torch::nn::Module& module,
+                                  LoadOptions options = {});
+/// load_latest() with the optimizer's state.
+std::optional<Loaded> load_latest(const std::string& memory, const std::string& folder, torch::nn::Module& module, Optimizer& optimizer,
+                                  LoadOptions options = {});
 
 /// Returns every rank's SaveOptions::rank_extra in a checkpoint, by rank. A run on another number of ranks uses it to divide these values
 /// again. Not collective. Throws Error.
@@ -215,6 +228,17 @@ std::optional<std::string> latest(const std::string& folder);
 /// it is the newest of them. Nothing if none has a metric. Not collective.
 std::optional<std::string> best(const std::string& folder);
 
+/// Options of AsyncSaver.
+struct AsyncSaverOptions {
+  /// A folder in tmpfs, such as "/dev/shm/my-run", for checkpoints that survive the ranks, but not their host. Its name stands for the run,
+  /// which finds it again when it is restarted; no other run on this host may use it. Ranks that see the same folder are on one host. Each
+  /// host holds the files of its ranks and the copies for other hosts, of two steps at most: the last complete one, and the one that is
+  /// being written or came after it. Empty: no checkpoints in memory.
+  std::string memory = {};
+  /// Each rank's file is also sent to the host that is this many hosts after its own. One host has no copies.
+  int distance = 1;
+};
+
 /// Saves in the background (DCP's async_save). A thread copies this rank's shards to host memory, which is kept for the next save, and then
 /// writes them. The checkpoint has the values at the time when save() returns. A call that writes shards or the optimizer's state (usually
 /// the optimizer's next step) waits for the copy. Data that operators or users may write at any time are copied by save() itself: buffers,
@@ -224,17 +248,24 @@ std::optional<std::string> best(const std::string& folder);
 /// last one.
 class AsyncSaver {
  public:
-  /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it.
-  explicit AsyncSaver(torch::nn::Module& module, Optimizer* optimizer = nullptr);
-  /// Waits for a save that is running. Its error is lost.
+  /// Makes process groups of its own. Collective. Model and optimizer (null: none) must outlive it. Throws Error on every rank if the
+  /// folder for steps in memory can't be used.
+  explicit AsyncSaver(torch::nn::Module& module, Optimizer* optimizer = nullptr, AsyncSaverOptions options = {});
+  /// Waits for saves that are running. Their errors are lost. Steps in memory stay.
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
-  /// Like fsdp::save. Also throws the Error of the save before; then no new save begins.
+  /// Like fsdp::save. With AsyncSaverOptions::memory, also saves in memory, under the last part of the path. Throws the Error of the save
+  /// before, too; then no new save begins.
   void save(const std::string& path, const ExtraState& extra = {}, SaveOptions options = {});
-  /// Returns when the last save is complete; throws its Error on every rank.
+  /// Saves in memory only, under a name such as "step-7". Waits for the save in memory before, but not for one to the disk. Throws the
+  /// Error of the save in memory before, too; then no new save begins. The options of save() for older checkpoints have no effect.
+  void save_in_memory(const std::string& name, const ExtraState& extra = {}, SaveOptions options = {});
+  /// Returns when the last saves are complete; throws their Error on every rank.
   void wait();
+  /// Waits, and removes all steps from memory: call it when the run has ended and will not be restarted. Collective. Throws Error.
+  void remove_memory();
 
  private:
   struct Impl;

@@ -29,6 +29,8 @@
 #include "hooks/hooked_model.h"
 #include "state/extra.h"
 #include "state/load_plan.h"
+#include "state/memory_steps.h"
+#include "state/memory_tier.h"
 #include "state/phases.h"
 #include "state/ranks.h"
 #include "state/scalar_type.h"
@@ -84,11 +86,16 @@ OnPhase on_phase_of(TellPhase function) {
   };
 }
 
-void write(const std::string& path, const Snapshot& snapshot, const CheckpointRanks& ranks, int keep_last, std::int64_t keep_every,
-           int keep_best, TellPhase on_phase) {
+void write(const std::string& path, const Snapshot& snapshot, const CheckpointRanks& ranks, std::int64_t saved, int keep_last,
+           std::int64_t keep_every, int keep_best, TellPhase on_phase) {
   const SaveOptions options = {.keep_last = keep_last, .keep_every = keep_every, .keep_best = keep_best};
   state::Phases phases(on_phase_of(std::move(on_phase)));
-  state::write_checkpoint(path, snapshot, options, ranks, phases);
+  state::write_checkpoint(path, snapshot, options, ranks, phases, saved);
+}
+
+void write_in_memory(state::MemoryTier& tier, const std::string& name, const Snapshot& snapshot, std::int64_t saved, TellPhase on_phase) {
+  state::Phases phases(on_phase_of(std::move(on_phase)));
+  tier.write(name, snapshot, saved, phases);
 }
 
 void agree_on_failure(const CheckpointRanks& ranks, const std::optional<std::string>& failure, bool is_damage, const std::string& what) {
@@ -105,15 +112,17 @@ using LoadState = std::tuple<std::string, bool, std::vector<LoadItem>, std::vect
 
 std::unique_ptr<LoadPlan> open_plan(const std::string& path, bool strict, std::function<std::string(const std::string&)> rename,
                                     std::function<bool(const std::string&)> ignore, std::string model_prefix, std::string optimizer_prefix,
-                                    bool check_first, bool rng, TellPhase on_phase) {
-  return std::make_unique<LoadPlan>(path, LoadOptions{.strict = strict,
-                                                      .rename = std::move(rename),
-                                                      .model_prefix = std::move(model_prefix),
-                                                      .optimizer_prefix = std::move(optimizer_prefix),
-                                                      .ignore = std::move(ignore),
-                                                      .check_first = check_first,
-                                                      .rng = rng,
-                                                      .on_phase = on_phase_of(std::move(on_phase))});
+                                    bool check_first, bool rng, TellPhase on_phase, state::HeldStep* held) {
+  return std::make_unique<LoadPlan>(path,
+                                    LoadOptions{.strict = strict,
+                                                .rename = std::move(rename),
+                                                .model_prefix = std::move(model_prefix),
+                                                .optimizer_prefix = std::move(optimizer_prefix),
+                                                .ignore = std::move(ignore),
+                                                .check_first = check_first,
+                                                .rng = rng,
+                                                .on_phase = on_phase_of(std::move(on_phase))},
+                                    held);
 }
 
 void add_items(LoadPlan& plan, const std::vector<LoadItem>& items) {
@@ -162,6 +171,7 @@ auto check_load(LoadPlan& plan, const CheckpointRanks& ranks, c10::Device device
                 bool at_once) {
   const bool all_at_once = ranks.all(at_once, "checkpoint: agreement on how it is read");
   plan.join_names(ranks);
+  plan.fetch();
   Loaded loaded;
   std::vector<state::StoredItem> extra, rank_extra;
   ranks.together(state::kNothingLoaded, [&] {
@@ -183,20 +193,20 @@ std::vector<std::vector<state::StoredItem>> read_rank_extra(const std::string& p
   return all;
 }
 
-py::tuple take_newest(const std::string& folder, const CheckpointRanks& ranks, const py::function& load_one) {
-  const auto call = [&](const std::string& path) {
+py::tuple take_newest(const std::vector<std::string>& folders, const CheckpointRanks& ranks, const py::function& load_one) {
+  const auto call = [&](const std::string& path, state::HeldStep* held) {
     const py::gil_scoped_acquire gil;
     try {
-      load_one(path);
+      load_one(path, py::cast(held, py::return_value_policy::reference));
     } catch (py::error_already_set& error) {
       rethrow_as_error(error);
     }
   };
   const auto taken = [&] {
     const py::gil_scoped_release no_gil;
-    return state::take_newest(folder, ranks, call);
+    return state::take_newest(folders, ranks, call);
   }();
-  return py::make_tuple(taken.path, taken.skipped, taken.warning);
+  return py::make_tuple(taken.path, taken.origin, taken.skipped, taken.warning);
 }
 
 }  // namespace
@@ -231,11 +241,21 @@ void bind_checkpoint(py::module_& module) {
   py::class_<state::HostBuffer>(module, "HostBuffer", "Host memory that takes parts, used again from save to save.")
       .def(py::init<c10::Device>(), py::arg("device"))
       .def("take", &state::HostBuffer::begin, py::arg("parts"), kWithoutGil, "Copies all of them; they lie here then.");
-  module.def("write_checkpoint", &write, py::arg("path"), py::arg("parts"), py::arg("ranks"), py::kw_only(), py::arg("keep_last"),
-             py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), kWithoutGil, "As fsdp::save. Collective.");
+  module.def("new_saved", &ckpt::new_saved, "A number for a checkpoint, by which the newest one is found.");
+  module.def("write_checkpoint", &write, py::arg("path"), py::arg("parts"), py::arg("ranks"), py::kw_only(), py::arg("saved"),
+             py::arg("keep_last"), py::arg("keep_every"), py::arg("keep_best"), py::arg("on_phase"), kWithoutGil,
+             "As fsdp::save. Collective.");
+  py::class_<state::MemoryTier>(module, "MemoryTier", "Checkpoints in the memory of hosts. All methods are collective.")
+      .def(py::init<const CheckpointRanks&, const std::string&, int>(), py::arg("ranks"), py::arg("folder"), py::arg("distance"),
+           kWithoutGil, py::keep_alive<1, 2>())
+      .def("write", &write_in_memory, py::arg("name"), py::arg("parts"), py::kw_only(), py::arg("saved"), py::arg("on_phase"), kWithoutGil,
+           "Saves a step.")
+      .def("remove", &state::MemoryTier::remove, kWithoutGil, "Removes all steps.");
+  py::class_<state::HeldStep>(module, "HeldStep", "A step in the memory of hosts, to be loaded: see src/state/memory_steps.h.");
   py::class_<LoadPlan>(module, "LoadPlan", "The load of a checkpoint on this rank: see src/state/load_plan.h.")
       .def(py::init(&open_plan), py::arg("path"), py::kw_only(), py::arg("strict"), py::arg("rename"), py::arg("ignore"),
-           py::arg("model_prefix"), py::arg("optimizer_prefix"), py::arg("check_first"), py::arg("rng"), py::arg("on_phase"), kWithoutGil)
+           py::arg("model_prefix"), py::arg("optimizer_prefix"), py::arg("check_first"), py::arg("rng"), py::arg("on_phase"),
+           py::arg("held") = nullptr, kWithoutGil, "Opens the checkpoint at `path`, or the step that hosts hold.")
       .def("add", &add_items, py::arg("items"), kWithoutGil, "Notes where this rank's values of the model belong.")
       .def("values", &read_values, py::arg("keys"), kWithoutGil, "Those of these values that are there and not ignored.")
       .def("has_optimizer", &LoadPlan::has_optimizer, py::arg("parameters"), kWithoutGil,
@@ -263,8 +283,9 @@ void bind_checkpoint(py::module_& module) {
       },
       py::arg("device"), kWithoutGil, "The states of the generators that a checkpoint keeps.");
   module.def(
-      "take_newest", &take_newest, py::arg("folder"), py::arg("ranks"), py::arg("load_one"),
-      "Loads the newest checkpoint that is whole. Returns its path or None, newer ones that were skipped, and a warning. Collective.");
+      "take_newest", &take_newest, py::arg("folders"), py::arg("ranks"), py::arg("load_one"),
+      "Loads the newest checkpoint that is whole, by load_one(path, held). Returns its path or None, where it was found, newer ones that "
+      "were skipped, and a warning. Collective.");
   module.def("latest", &latest, py::arg("folder"), kWithoutGil, "As fsdp::latest.");
   module.def("best", &best, py::arg("folder"), kWithoutGil, "As fsdp::best.");
 }

@@ -81,6 +81,7 @@ DeviceMesh make_mesh(const c10::intrusive_ptr<c10d::Store>& store, std::string p
   auto state = std::make_shared<DeviceMesh::State>();
   state->device = device;
   state->rank = rank;
+  state->world_size = world_size;
   state->dims = own.dims();
   for (std::size_t d = 0; d < state->dims.size(); ++d) {
     const auto name = state->dims[d].name;

@@ -59,7 +59,10 @@ Plan plan(const DeviceMesh& mesh, const std::vector<GivenUnit>& units, const std
   steps.set_microbatches({.count = microbatches});
   auto plan = steps.run();
   if (microbatches == 1) plan.fsdp2 = fsdp2;
-  for (std::size_t k = 0; k < plan.units.size(); ++k) plan.units[k].optimizer_state = planned.of_optimizer[k];
+  for (std::size_t k = 0; k < plan.units.size(); ++k) {
+    plan.units[k].optimizer_state = planned.of_optimizer[k];
+    plan.units[k].checkpoint += planning::part_in_checkpoint(*planned.engine->units()[k], planned.of_optimizer[k]);
+  }
   return plan;
 }
 
@@ -96,6 +99,7 @@ void bind_plan(py::module_& module) {
       .def("text", &Plan::text)
       .def("json", &Plan::json)
       .def("svg", &Plan::svg)
+      .def("saver_memory", &Plan::saver_memory, py::arg("hosts"), "Bytes of host memory that AsyncSaver takes.")
       .def("simulate", &simulate_plan, py::kw_only(), py::arg("units"), py::arg("links"), py::arg("update_ms"), py::arg("steps"),
            py::arg("slow_ranks"), py::arg("jitter"), py::arg("seed"), "Steps of it on all ranks, with a time for everything.");
   py::class_<Simulation>(module, "Simulation", "The times of simulated steps.")

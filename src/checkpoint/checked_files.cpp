@@ -115,10 +115,13 @@ ReadAt CheckedFile::reader() {
   return [this](std::int64_t offset, std::span<char> to) { read(offset, to); };
 }
 
-CheckedFiles::CheckedFiles(std::filesystem::path folder, FileSystem& files)
-    : folder_(std::move(folder)), files_(files), has_sidecar_(is_there(folder_ / kSidecar, files_)) {
+CheckedFiles::CheckedFiles(const std::filesystem::path& folder, FileSystem& files)
+    : CheckedFiles([folder](const std::string& name) { return folder / name; }, files) {}
+
+CheckedFiles::CheckedFiles(PathOf path_of, FileSystem& files)
+    : path_of_(std::move(path_of)), files_(files), has_sidecar_(is_there(path_of_(std::string(kSidecar)), files_)) {
   if (!has_sidecar_) return;
-  auto sidecar = read_sidecar(folder_, files_);
+  auto sidecar = read_sidecar(sidecar_folder(), files_);
   saved_ = sidecar.saved;
   for (SidecarEntry& listed : sidecar.files) {
     const std::string name = listed.name;
@@ -130,15 +133,15 @@ CheckedFile& CheckedFiles::operator[](const std::string& name) {
   if (const auto found = open_.find(name); found != open_.end()) return found->second;
   const auto listed = listed_.find(name);
   const bool is_listed = listed != listed_.end();
-  if (has_sidecar_ && !is_listed) throw Error((folder_ / kSidecar).string() + " does not list the file " + name);
-  const ListedFile* sums = is_listed ? &(sums_[name] = read_sums(folder_, listed->second, files_)) : nullptr;
-  return open_.try_emplace(name, folder_ / name, sums, memory_, files_).first->second;
+  if (has_sidecar_ && !is_listed) throw Error((sidecar_folder() / kSidecar).string() + " does not list the file " + name);
+  const ListedFile* sums = is_listed ? &(sums_[name] = read_sums(sidecar_folder(), listed->second, files_)) : nullptr;
+  return open_.try_emplace(name, path_of_(name), sums, memory_, files_).first->second;
 }
 
 std::string CheckedFiles::read_whole(const std::string& name, std::int64_t most) {
   CheckedFile& file = (*this)[name];
   const std::uint32_t sum = file.check(0, most);
-  std::string content = ckpt::read_whole(folder_ / name, most, files_);
+  std::string content = ckpt::read_whole(file.file().path(), most, files_);
   if (crc32(0, content) != sum) file.fail(name + " changed while it was read");
   return content;
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -83,10 +84,15 @@ class CheckedFile {
   BlockMemory& memory_;
 };
 
+/// Returns the path of a file of a checkpoint, by its name.
+using PathOf = std::function<std::filesystem::path(const std::string& name)>;
+
 /// The files of a folder. Each is opened when it is first needed, and checked against the folder's sidecar if there is one.
 class CheckedFiles {
  public:
-  explicit CheckedFiles(std::filesystem::path folder, FileSystem& files = FileSystem::current());
+  explicit CheckedFiles(const std::filesystem::path& folder, FileSystem& files = FileSystem::current());
+  /// The files may lie in several folders.
+  explicit CheckedFiles(PathOf path_of, FileSystem& files = FileSystem::current());
   CheckedFiles(const CheckedFiles&) = delete;
   CheckedFiles& operator=(const CheckedFiles&) = delete;
 
@@ -98,7 +104,9 @@ class CheckedFiles {
   std::string read_whole(const std::string& name, std::int64_t most);
 
  private:
-  std::filesystem::path folder_;
+  std::filesystem::path sidecar_folder() const { return path_of_(std::string(kSidecar)).parent_path(); }
+
+  PathOf path_of_;
   FileSystem& files_;
   bool has_sidecar_;
   std::int64_t saved_ = 0;

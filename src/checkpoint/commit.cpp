@@ -3,6 +3,7 @@
 #include <linux/fs.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <optional>
@@ -36,14 +37,6 @@ constexpr std::string_view kSaved = "saved ";
 constexpr std::int64_t kMostHead = std::int64_t{64} << 20;
 constexpr std::size_t kLastLine = 4 + kHexDigits + 1;
 constexpr std::size_t kSumBytes = 4;
-
-void make_folders(const fs::path& path, FileSystem& files) {
-  if (is_there(path, files)) return;
-  make_folders(parent_of(path), files);
-  // Another process may have been faster.
-  if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
-  sync_folder(parent_of(path), files);
-}
 
 bool is_empty_folder(const fs::path& path, FileSystem& files) { return is_folder(path, files) && list_folder(path, files).empty(); }
 
@@ -82,20 +75,8 @@ TemporaryStep make_temporary(const fs::path& step, FileSystem& files) {
   }
 }
 
-/// Returns a number that is greater than that of any step in the folder, whatever the clocks of the machines that wrote them.
-std::int64_t next_saved(const fs::path& folder, FileSystem& files) {
-  std::int64_t latest = 0;
-  for (const std::string& name : list_folder(folder, files)) {
-    if (!step_name(name)) continue;
-    try {
-      latest = std::max(latest, read_sidecar(folder / name, files).saved);
-    } catch (const Error&) {
-      // It is not a step, or cannot be read, so the clock must do.
-    }
-  }
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::max<std::int64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), latest + 1);
-}
+/// The greatest number of a step that this process has saved or loaded.
+std::atomic<std::int64_t> greatest_saved = 0;
 
 std::string other_size(const std::string& name, std::int64_t size, std::int64_t listed) {
   return name + " has " + std::to_string(size) + " bytes instead of " + std::to_string(listed);
@@ -132,6 +113,14 @@ std::uint32_t sum_at(std::string_view bytes, std::size_t at) {
 }
 
 }  // namespace
+
+void make_folders(const fs::path& path, FileSystem& files) {
+  if (is_there(path, files)) return;
+  make_folders(parent_of(path), files);
+  // Another process may have been faster.
+  if (files.mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) throw_errno("create the folder", path);
+  sync_folder(parent_of(path), files);
+}
 
 // "<size> <name> <checksums>": a name may have spaces, what stands around it has none.
 std::string line_of(const ListedFile& listed) {
@@ -242,9 +231,39 @@ void TemporaryStep::discard() noexcept {
   remove_quietly(path_);
 }
 
-void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files) {
+void note_saved(std::int64_t saved) {
+  std::int64_t greatest = greatest_saved;
+  while (greatest < saved && !greatest_saved.compare_exchange_weak(greatest, saved)) {
+  }
+}
+
+std::int64_t new_saved() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const std::int64_t time = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  std::int64_t greatest = greatest_saved;
+  while (!greatest_saved.compare_exchange_weak(greatest, std::max(time, greatest + 1))) {
+  }
+  return std::max(time, greatest + 1);
+}
+
+std::int64_t next_saved(const fs::path& folder, FileSystem& files, std::int64_t saved) {
+  if (saved == 0) saved = new_saved();
+  for (const std::string& name : list_folder(folder, files)) {
+    if (!step_name(name)) continue;
+    try {
+      saved = std::max(saved, read_sidecar(folder / name, files).saved + 1);
+    } catch (const Error&) {
+      // It is not a step, or cannot be read, so the clock must do.
+    }
+  }
+  note_saved(saved);
+  return saved;
+}
+
+void seal_step(const fs::path& temporary, std::span<const ListedFile> listed, FileSystem& files, std::int64_t saved) {
+  if (saved == 0) saved = next_saved(parent_of(temporary), files);
   std::vector<std::string> sums;
-  std::string lines = std::string(kSaved) + std::to_string(next_saved(parent_of(temporary), files)) + "\n";
+  std::string lines = std::string(kSaved) + std::to_string(saved) + "\n";
   for (const ListedFile& file : listed) {
     std::string& bytes = sums.emplace_back();
     bytes.reserve(file.crc32.size() * kSumBytes);

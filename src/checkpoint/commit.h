@@ -92,11 +92,25 @@ class TemporaryStep {
   std::optional<Lease> lease_;
 };
 
+/// Makes a folder, and the folders that lead to it, where they are missing. Throws Error.
+void make_folders(const std::filesystem::path& path, FileSystem& files = FileSystem::current());
+
 /// Makes the folder to write a step into, and the folders that lead to `target` where they are missing. One rank calls this. Throws Error
 /// if something other than a checkpoint or an empty folder is at `target`; so does commit_step().
 TemporaryStep begin_step(const std::filesystem::path& target, FileSystem& files = FileSystem::current());
-/// One rank calls this, when all have finished their files: `listed` are all of them.
-void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::current());
+/// One rank calls this, when all have finished their files: `listed` are all of them. `saved` is Sidecar::saved; 0: next_saved() of the
+/// folder around.
+void seal_step(const std::filesystem::path& temporary, std::span<const ListedFile> listed, FileSystem& files = FileSystem::current(),
+               std::int64_t saved = 0);
+
+/// Returns a number for Sidecar::saved: the time, or, whatever the clock shows, more than all numbers that this process has returned or
+/// noted. Any thread.
+std::int64_t new_saved();
+/// Notes that this process has loaded the step with this number, so that the steps that it saves from now on are newer.
+void note_saved(std::int64_t saved);
+/// Returns a number that is greater than that of any step in the folder, whatever the clocks of the machines that wrote them: `saved`, if
+/// it is one; 0: new_saved().
+std::int64_t next_saved(const std::filesystem::path& folder, FileSystem& files = FileSystem::current(), std::int64_t saved = 0);
 /// Gives the step its name. Returns the path to which the step that was at `target` has been moved, for remove_tree(); empty if there was
 /// none. If it throws, `target` is unchanged.
 std::filesystem::path commit_step(const std::filesystem::path& temporary, const std::filesystem::path& target,

@@ -39,11 +39,12 @@ void DcpFile::add_value(const std::string& name, const DcpPath& path, const Pyth
 
 DcpMetadata DcpFile::take_metadata() { return std::exchange(metadata_, {}); }
 
-void seal_dcp(const std::filesystem::path& folder, const DcpMetadata& metadata, std::vector<ListedFile> listed, FileSystem& files) {
+void seal_dcp(const std::filesystem::path& folder, const std::string& metadata, std::vector<ListedFile> listed, FileSystem& files,
+              std::int64_t saved) {
   SummedFile file(folder, std::string(kMetadataFile), files);
-  file.append(write_dcp_metadata(metadata));
+  file.append(metadata);
   listed.push_back(file.finish());
-  seal_step(folder, listed, files);
+  seal_step(folder, listed, files, saved);
 }
 
 }  // namespace fsdp::ckpt

@@ -40,8 +40,10 @@ class DcpFile {
   DcpMetadata metadata_;
 };
 
-/// Makes a folder of files a checkpoint: writes `.metadata`, and the sidecar, which lists `listed` and `.metadata`.
-void seal_dcp(const std::filesystem::path& folder, const DcpMetadata& metadata, std::vector<ListedFile> listed,
-              FileSystem& files = FileSystem::current());
+/// Makes a folder of files a checkpoint: writes `.metadata` with this text (write_dcp_metadata()), and the sidecar, which lists `listed`
+/// and
+/// `.metadata`. `saved`: see seal_step().
+void seal_dcp(const std::filesystem::path& folder, const std::string& metadata, std::vector<ListedFile> listed,
+              FileSystem& files = FileSystem::current(), std::int64_t saved = 0);
 
 }  // namespace fsdp::ckpt

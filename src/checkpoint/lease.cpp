@@ -49,11 +49,9 @@ std::string system_text(const fs::path& path) {
 
 /// Identifies the running kernel and the PID namespace (containers have their own). If they are unknown, each call returns another text.
 std::string this_machine() {
-  std::string boot = system_text("/proc/sys/kernel/random/boot_id");
-  std::erase(boot, '\n');
   std::error_code error;
   const fs::path processes = fs::read_symlink("/proc/self/ns/pid", error);
-  return boot.empty() || error ? unique_token() : boot + "/" + processes.string();
+  return error ? unique_token() : this_kernel() + "/" + processes.string();
 }
 
 /// When a process began, in the system's units; nothing if it has ended.
@@ -110,10 +108,22 @@ std::optional<bool> holds_here(std::string_view text) {
   return start && *start == value_of(text, "started");
 }
 
+/// Returns the text of an owner file; empty if it is not readable, or none.
+std::string owner_text(const fs::path& path, FileSystem& files) {
+  try {
+    std::string text = read_whole(path, kMostBytes, files);
+    const bool is_one =
+        text.starts_with(kOwnerWords) && number_in<std::int64_t>(value_of(text, "renewed")) && !value_of(text, "token").empty();
+    return is_one ? text : "";
+  } catch (const Error&) {
+    return "";
+  }
+}
+
 }  // namespace
 
 struct Lease::Renewal {
-  Renewal(const fs::path& folder, FileSystem& files, LeaseTimes times) : file(File::create(folder / kOwnerFile, files)) {
+  Renewal(const fs::path& folder, FileSystem& files, LeaseTimes times, std::string_view name) : file(File::create(folder / name, files)) {
     char host[256] = "";
     ::gethostname(host, sizeof(host) - 1);
     const pid_t process = ::getpid();
@@ -161,22 +171,30 @@ struct Lease::Renewal {
   bool ends = false;
 };
 
-Lease::Lease(const fs::path& folder, FileSystem& files, LeaseTimes times) : renewal_(std::make_unique<Renewal>(folder, files, times)) {}
+Lease::Lease(const fs::path& folder, FileSystem& files, LeaseTimes times, std::string_view name)
+    : renewal_(std::make_unique<Renewal>(folder, files, times, name)) {}
 Lease::~Lease() = default;
 Lease::Lease(Lease&&) noexcept = default;
 Lease& Lease::operator=(Lease&&) noexcept = default;
 
-Owner owner_of(const fs::path& folder, FileSystem& files, LeaseTimes times, system_clock::time_point now) {
-  std::string text;
-  try {
-    text = read_whole(folder / kOwnerFile, kMostBytes, files);
-  } catch (const Error&) {
-    return Owner::kUnknown;
-  }
-  const auto renewed = number_in<std::int64_t>(value_of(text, "renewed"));
-  if (!text.starts_with(kOwnerWords) || !renewed || value_of(text, "token").empty()) return Owner::kUnknown;
-  if (const std::optional<bool> holds = holds_here(text)) return *holds ? Owner::kWriting : Owner::kGone;
-  return nanoseconds(now - times.lasts) < *renewed ? Owner::kWriting : Owner::kGone;
+std::string this_kernel() {
+  std::string boot = system_text("/proc/sys/kernel/random/boot_id");
+  std::erase(boot, '\n');
+  return boot.empty() ? unique_token() : boot;
+}
+
+Owner owner_of(const fs::path& folder, FileSystem& files, LeaseTimes times, system_clock::time_point now, std::string_view name) {
+  const std::string text = owner_text(folder / name, files);
+  if (text.empty()) return Owner::kUnknown;
+  const std::optional<bool> holds = holds_here(text);
+  if (holds && *holds) return Owner::kWriting;
+  const auto lasts = holds ? times.after_process : times.lasts;
+  return lasts && nanoseconds(now - *lasts) < number_in<std::int64_t>(value_of(text, "renewed")) ? Owner::kWriting : Owner::kGone;
+}
+
+std::string holder_here(const fs::path& folder, std::string_view name, FileSystem& files) {
+  const std::string text = owner_text(folder / name, files);
+  return holds_here(text).value_or(false) ? "process " + std::string(value_of(text, "process")) : "";
 }
 
 }  // namespace fsdp::ckpt

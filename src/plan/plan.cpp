@@ -39,6 +39,14 @@ std::int64_t padding_of(const Plan& plan) {
 
 }  // namespace
 
+std::int64_t Plan::saver_memory(std::int64_t hosts) const {
+  std::int64_t checkpoint = 0;
+  for (const auto& unit : units) checkpoint += unit.checkpoint;
+  if (hosts == 0) return checkpoint;
+  // A buffer for the disk and one for the memory.
+  return checkpoint * (2 + 2 * (hosts > 1 ? 2 : 1));
+}
+
 DeviceMesh planned_device_mesh(const std::string& device_type, std::vector<MeshDim> dims, PlannedMeshOptions options) {
   if (device_type != "cpu" && device_type != "cuda") {
     throw Error("planned_device_mesh: device type '" + device_type + "' is not known; use \"cpu\" (Gloo) or \"cuda\" (NCCL)");

@@ -166,7 +166,8 @@ std::string Plan::json() const {
                              {"unreduced", unit.unreduced},
                              {"communication", unit.communication},
                              {"padding", unit.padding},
-                             {"activations", unit.activations}});
+                             {"activations", unit.activations},
+                             {"checkpoint", unit.checkpoint}});
   }
   for (const auto& [what, most] : moments) json["moments"].push_back({{"what", what}, {"most", json_of(most)}});
   for (const auto& link : links) json["links"].push_back({{"dim", link.dim}, {"ranks", link.ranks}, {"sent", json_of(link.sent)}});

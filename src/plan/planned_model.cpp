@@ -117,6 +117,10 @@ Plan PlannedModel::plan() const {
   for (const auto& state : steps.algorithm->state()) {
     plan.units[state.unit->place.index].optimizer_state += static_cast<std::int64_t>(state.values.nbytes());
   }
+  for (const auto& unit : steps.engine->units()) {
+    auto& planned = plan.units[unit->place.index];
+    planned.checkpoint += part_in_checkpoint(*unit, planned.optimizer_state);
+  }
   if (planned_.microbatches > 1) return plan;
   plan.fsdp2 = fsdp2_memory({.engine = *steps.engine,
                              .passes = steps.passes,

@@ -52,6 +52,10 @@ PlannedUnit describe(Unit& unit, std::int64_t activations) {
     planned.elements += position.numel;
     planned.padding -= position.numel * itemsize;
   }
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    const auto own = unit.slice(i, unit.own_pieces());
+    planned.checkpoint += own.numel * static_cast<std::int64_t>(c10::elementSize(unit.formats[own.sub_buffer].main));
+  }
   const engine::GradientAccumulator gradients(unit);  // Of its own, as the reducer's is the reducer's; it takes no memory.
   for (const auto& part : unit.main.parts) planned.main_parameters += static_cast<std::int64_t>(part.nbytes());
   for (const auto& part : unit.main_gradient.parts) planned.main_gradients += static_cast<std::int64_t>(part.nbytes());
@@ -61,6 +65,19 @@ PlannedUnit describe(Unit& unit, std::int64_t activations) {
   planned.communication = gradients.computed ? gradients.computed_staging.bytes : gradients.staging.bytes;
   return planned;
 }
+
+}  // namespace
+
+std::int64_t part_in_checkpoint(const Unit& unit, std::int64_t bytes) {
+  std::int64_t own = 0, all = 0;
+  for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
+    own += unit.slice(i, unit.own_pieces()).numel;
+    all += unit.main_slice(i).numel;
+  }
+  return all == 0 ? 0 : bytes / all * own + bytes % all * own / all;
+}
+
+namespace {
 
 comm::NullCommunicator& null(comm::Communicator& communicator) {
   return dynamic_cast<comm::NullCommunicator&>(communicator);  // A planned mesh has no others.

@@ -89,6 +89,9 @@ struct Microbatches {
   bool manual_finalization = false;  ///< They reduce nothing at their ends; the last one is followed by finalize_backward.
 };
 
+/// The part of a unit's state of these bytes on this rank that this rank writes into a checkpoint; several ranks may have the same state.
+std::int64_t part_in_checkpoint(const engine::Unit& unit, std::int64_t bytes);
+
 /// The bytes of units that keep `activations` from forward to backward, or only `kept_if_recomputed` if backward repeats their forward, as
 /// `recomputed` states. All are by unit; with an empty `recomputed`, no forward is repeated.
 std::vector<UnitActivations> unit_activations(const std::vector<std::int64_t>& activations,

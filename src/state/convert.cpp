@@ -92,7 +92,7 @@ void write_dcp(Source& source, const std::vector<Planned>& tensors, const fs::pa
     file->add_box(ckpt::whole(tensor.shape), [&](const ckpt::DcpFile::Append& append) { write_converted(source, tensor, append); });
   }
   finish();
-  ckpt::seal_dcp(folder, metadata, std::move(listed));
+  ckpt::seal_dcp(folder, ckpt::write_dcp_metadata(metadata), std::move(listed));
 }
 
 }  // namespace

@@ -146,7 +146,10 @@ std::optional<GradScalerState> read_scaler(LoadPlan& plan) {
   return state;
 }
 
-Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options) {
+}  // namespace
+
+Loaded state::load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options,
+                       HeldStep* held) {
   const at::NoGradGuard no_grad;
   const auto engine = handle(module).engine();
   const CheckpointRanks ranks(*engine, CheckpointRanks::Groups::kOfMesh);
@@ -163,7 +166,7 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     ranks.together(state::kNothingLoaded, [&] {
       if (optimizer != nullptr && optimizer->engine() != engine) throw Error("load: the optimizer belongs to another model");
       engine->main().prepare_load();
-      plan.emplace(path, options);
+      plan.emplace(path, options, held);
       for (const auto& item : state::model_items(module, state::kModel)) plan->add(item);
       if (options.grad_scaler != nullptr) grad_scaler = read_scaler(*plan);
       if (optimizer != nullptr) {
@@ -175,10 +178,10 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
     });
     const auto of_rank0 =
         ranks.broadcast(plan->identity() + '\0' + counts, "checkpoint: which one it is, and exchange of numbers of updates");
+    state::LoadTarget target = {.device = engine->options().device(), .torn = engine->main().torn()};
     ranks.together(state::kNothingLoaded, [&] {
       const auto end = of_rank0.find('\0');
       plan->require_identity(of_rank0.substr(0, end));
-      state::LoadTarget target = {.device = engine->options().device(), .torn = engine->main().torn()};
       if (optimizer != nullptr) {
         target.has_optimizer = true;
         target.torn.insert(optimizer->state().torn.begin(), optimizer->state().torn.end());
@@ -187,6 +190,9 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
         for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) plan->expect_elsewhere(key);
         plan->restore_groups(*optimizer);
       }
+    });
+    plan->fetch();
+    ranks.together(state::kNothingLoaded, [&] {
       loaded = plan->check_names(ranks, target);
       loaded.extra = state::extra_below(plan->source(), state::kExtraPrefix, options.ignore);
       if (state::saved_ranks(plan->source()) == ranks.size()) {
@@ -208,12 +214,12 @@ Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* o
   return loaded;
 }
 
-}  // namespace
-
-Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options) { return load_all(path, module, nullptr, options); }
+Loaded load(const std::string& path, torch::nn::Module& module, LoadOptions options) {
+  return state::load_all(path, module, nullptr, options);
+}
 
 Loaded load(const std::string& path, torch::nn::Module& module, Optimizer& optimizer, LoadOptions options) {
-  return load_all(path, module, &optimizer, options);
+  return state::load_all(path, module, &optimizer, options);
 }
 
 std::vector<ExtraState> read_rank_extra(const std::string& path) {

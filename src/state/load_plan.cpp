@@ -7,6 +7,7 @@
 #include "base/after_error.h"
 #include "base/any_strides.h"
 #include "base/text.h"
+#include "checkpoint/commit.h"
 #include "fsdp/error.h"
 #include "state/texts.h"
 
@@ -31,8 +32,16 @@ std::string packed(const Names& names) {
 
 }  // namespace
 
-LoadPlan::LoadPlan(const std::string& path, LoadOptions options)
-    : options_(std::move(options)), phases_(options_.on_phase), source_(open_source(path)), transfer_(*source_) {}
+LoadPlan::LoadPlan(const std::string& path, LoadOptions options, HeldStep* held)
+    : options_(std::move(options)),
+      phases_(options_.on_phase),
+      held_(held),
+      source_(held == nullptr ? open_source(path) : open_source(path, [held](const std::string& file) { return held->path_of(file); })),
+      transfer_(*source_) {}
+
+void LoadPlan::fetch() {
+  if (held_ != nullptr) held_->fetch(transfer_.needed());
+}
 
 std::string LoadPlan::stored_key(const std::string& key) const {
   // `rename` gets only names of the model and the optimizer, not the library's own.
@@ -279,6 +288,7 @@ void LoadPlan::assign(const CheckpointRanks& ranks, const std::function<void()>&
     phases_.end(Phase::kAssign, transfer_.bytes());
   });
   for (auto& [generator, values] : generators_) generator.set_state(values);
+  ckpt::note_saved(source_->saved());
 }
 
 }  // namespace fsdp::state

@@ -17,6 +17,7 @@
 #include "checkpoint/python_value.h"
 #include "fsdp/save_load.h"
 #include "state/extra.h"
+#include "state/memory_steps.h"
 #include "state/optimizer_settings.h"
 #include "state/phases.h"
 #include "state/ranks.h"
@@ -45,8 +46,8 @@ struct LoadTarget {
 /// reads the tensors to their places.
 class LoadPlan {
  public:
-  /// Opens the checkpoint. Throws Error.
-  LoadPlan(const std::string& path, LoadOptions options);
+  /// Opens the checkpoint: the one at `path`, or, unless it is null, a step in memory, which outlives this object. Throws Error.
+  LoadPlan(const std::string& path, LoadOptions options, HeldStep* held = nullptr);
 
   /// Records that this rank's values of a tensor will be read, or that they are missing. `aliases` are other names that the checkpoint may
   /// have for it. Throws Error if the checkpoint has something else of this name.
@@ -88,6 +89,8 @@ class LoadPlan {
   void require_identity(const std::string& of_rank0) const;
   /// Joins the names of all ranks, for a front end whose ranks list different ones. Collective. Throws Error like require_identity().
   void join_names(const CheckpointRanks& ranks);
+  /// Gets the data of the tensors that were added from other hosts, if they lie there in memory. Collective.
+  void fetch();
   /// Throws Error unless the names fit, or the options allow the rest, and all torn values will be replaced. Returns the items beside
   /// model, optimizer and the program's own values; assign() restores the generators.
   Loaded check_names(const CheckpointRanks& ranks, const LoadTarget& target);
@@ -116,6 +119,7 @@ class LoadPlan {
 
   LoadOptions options_;
   Phases phases_;
+  HeldStep* held_;
   std::unique_ptr<Source> source_;
   Transfer transfer_;
   std::vector<StateItem> copies_;   // items whose values are copied to their source tensors
@@ -126,5 +130,9 @@ class LoadPlan {
   std::optional<SavedGroups> groups_;
   std::vector<std::pair<SavedGenerator, at::Tensor>> generators_;  // with the states that they get
 };
+
+/// Loads the checkpoint at `path`, or, unless it is null, a step in memory. `optimizer` may be null. Collective. Throws Error.
+Loaded load_all(const std::string& path, torch::nn::Module& module, Optimizer* optimizer, const LoadOptions& options,
+                HeldStep* held = nullptr);
 
 }  // namespace fsdp::state

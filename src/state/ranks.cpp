@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <set>
+#include <utility>
 
 #include "checkpoint/commit.h"
 #include "checkpoint/printable.h"
@@ -14,14 +15,18 @@ namespace {
 
 comm::Label label_of(const char* operation) { return {.operation = operation, .unit = {}}; }
 
-std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, CheckpointRanks::Groups groups) {
+std::vector<std::shared_ptr<comm::Communicator>> rows_of(const DeviceMesh& mesh, CheckpointRanks::Groups groups) {
   std::vector<std::shared_ptr<comm::Communicator>> rows;
-  for (const auto& mesh : {engine.options().tensor_parallel, engine.options().mesh}) {
-    if (!mesh.defined()) continue;
-    for (const auto& dim : mesh.dims()) {
-      rows.push_back(groups == CheckpointRanks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
-    }
+  if (!mesh.defined()) return rows;
+  for (const auto& dim : mesh.dims()) {
+    rows.push_back(groups == CheckpointRanks::Groups::kOwn ? mesh.new_communicator(dim.name) : mesh.communicator(dim.name));
   }
+  return rows;
+}
+
+std::vector<std::shared_ptr<comm::Communicator>> rows_of(const engine::Engine& engine, CheckpointRanks::Groups groups) {
+  auto rows = rows_of(engine.options().tensor_parallel, groups);
+  for (auto& row : rows_of(engine.options().mesh, groups)) rows.push_back(std::move(row));
   return rows;
 }
 
@@ -42,10 +47,17 @@ std::string text_of(const std::exception_ptr& failure) {
 
 }  // namespace
 
-CheckpointRanks::CheckpointRanks(const engine::Engine& engine, Groups groups)
-    : ranks_(rows_of(engine, groups)), global_rank_(engine.options().mesh.rank()) {}
+CheckpointRanks::CheckpointRanks(DeviceMesh mesh, std::vector<std::shared_ptr<comm::Communicator>> rows)
+    : mesh_(std::move(mesh)), rows_(std::move(rows)), ranks_(rows_) {}
 
-CheckpointRanks::CheckpointRanks(const DeviceMesh& mesh) : ranks_(mesh), global_rank_(mesh.rank()) {}
+CheckpointRanks::CheckpointRanks(const engine::Engine& engine, Groups groups)
+    : CheckpointRanks(engine.options().mesh, rows_of(engine, groups)) {}
+
+CheckpointRanks::CheckpointRanks(const DeviceMesh& mesh) : CheckpointRanks(mesh, rows_of(mesh, Groups::kOfMesh)) {}
+
+std::vector<std::shared_ptr<comm::Communicator>> CheckpointRanks::connect(const std::vector<comm::RankPair>& pairs) const {
+  return comm::connect_pairs(mesh_, rows_, pairs);
+}
 
 bool CheckpointRanks::all(bool ok, const char* operation) const { return ranks_.agree(ok, label_of(operation)); }
 
@@ -85,7 +97,7 @@ void CheckpointRanks::together(const std::string& what, const std::function<void
 
 void CheckpointRanks::agree(const std::exception_ptr& failure, const std::string& what) const {
   std::string own = text_of(failure);
-  if (!own.empty()) own = std::to_string(global_rank_) + '\0' + own;
+  if (!own.empty()) own = std::to_string(mesh_.rank()) + '\0' + own;
   std::string text;
   bool is_damage = true;
   std::set<std::string> listed;  // A failure that several ranks report is listed for the first of them only.

@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/mesh/joined_row.h"
 #include "comm/mesh/ranks.h"
 #include "engine/engine.h"
 
@@ -39,6 +41,9 @@ class CheckpointRanks {
   /// Every rank's bytes, by index, on all ranks. Collective. Throws CommError.
   std::vector<std::string> gather_everywhere(const std::string& mine, const char* operation) const;
 
+  /// Connects pairs of ranks, by their indices: see comm::connect_pairs(). Collective. Throws Error, CommError.
+  std::vector<std::shared_ptr<comm::Communicator>> connect(const std::vector<comm::RankPair>& pairs) const;
+
   /// Runs `work` on each rank, and then calls agree(). Collective; `work` itself need not be.
   void together(const std::string& what, const std::function<void()>& work) const;
 
@@ -47,8 +52,11 @@ class CheckpointRanks {
   void agree(const std::exception_ptr& failure, const std::string& what) const;
 
  private:
+  CheckpointRanks(DeviceMesh mesh, std::vector<std::shared_ptr<comm::Communicator>> rows);
+
+  DeviceMesh mesh_;
+  std::vector<std::shared_ptr<comm::Communicator>> rows_;
   comm::Ranks ranks_;
-  std::int64_t global_rank_ = 0;
 };
 
 }  // namespace fsdp::state

@@ -1,18 +1,25 @@
 #include <c10/util/ScopeExit.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <future>
+#include <memory>
+#include <optional>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
 
+#include "checkpoint/commit.h"
 #include "engine/engine.h"
 #include "fsdp/error.h"
 #include "fsdp/fsdp_module.h"
 #include "fsdp/save_load.h"
 #include "memory/device_memory.h"
+#include "state/memory_tier.h"
 #include "state/retention.h"
 #include "state/snapshot.h"
 
@@ -59,72 +66,141 @@ void save(const std::string& path, torch::nn::Module& module, Optimizer& optimiz
   save_all(path, module, &optimizer, extra, options);
 }
 
-struct AsyncSaver::Impl {
-  Impl(torch::nn::Module& module_, Optimizer* optimizer_)
-      : module(module_),
-        optimizer(optimizer_),
-        engine(handle(module_).engine()),
-        ranks(*engine, CheckpointRanks::Groups::kOwn),
-        buffer(engine->options().device()) {}
+namespace state {
 
-  void join() {
-    // The thread of a forked process's parent can't be joined.
-    if (thread.joinable()) process == getpid() ? thread.join() : thread.detach();
-  }
+/// One save beside training at a time.
+class BackgroundSave {
+ public:
+  /// Writes a snapshot; `phases` began with it.
+  using Write = std::function<void(const Snapshot& snapshot, const CheckpointRanks& ranks, state::Phases& phases)>;
+
+  explicit BackgroundSave(engine::Engine& engine) : ranks(engine, CheckpointRanks::Groups::kOwn), buffer_(engine.options().device()) {}
+  ~BackgroundSave() { join(); }
+  BackgroundSave(const BackgroundSave&) = delete;
+  BackgroundSave& operator=(const BackgroundSave&) = delete;
 
   void wait() {
     join();
-    if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
+
+  /// Takes a snapshot and begins to write it. Call it after wait().
+  void begin(torch::nn::Module& module, Optimizer* optimizer, const ExtraState& extra, const SaveOptions& options, Write write) {
+    state::Phases phases(options.on_phase);
+    auto snapshot = snapshot_of(module, optimizer, extra, options, ranks, &buffer_, phases);
+    std::promise<void> copied;
+    handle(module).engine()->main().set_reader(copied.get_future());
+    process_ = getpid();
+    thread_ = std::thread([this, write = std::move(write), snapshot = std::move(snapshot), copied = std::move(copied), phases]() mutable {
+      finish(snapshot, std::move(copied), write, phases);
+    });
+  }
+
+  const CheckpointRanks ranks;  // with communicators of their own, because the thread uses them while the model trains
+
+ private:
+  void join() {
+    // The thread of a forked process's parent can't be joined.
+    if (thread_.joinable()) process_ == getpid() ? thread_.join() : thread_.detach();
   }
 
   /// Finishes the copy of `snapshot`, reports it, and writes it.
-  void finish(const Snapshot& snapshot, std::promise<void> copied, const std::string& path, const SaveOptions& options,
-              state::Phases phases) {
+  void finish(const Snapshot& snapshot, std::promise<void> copied, const Write& write, state::Phases& phases) {
     try {
       ranks.together(kNothingSaved, [&] {
         const auto tell = c10::make_scope_exit([&] { copied.set_value(); });
-        buffer.finish();
+        buffer_.finish();
       });
       // This changes the priority of this thread only, as on Linux each thread has its own. It is done after the copy, because an update
       // may wait for the copy.
       [[maybe_unused]] const int now = ::nice(kNiceWhileWriting);
-      state::write_checkpoint(path, snapshot, options, ranks, phases);
+      write(snapshot, ranks, phases);
     } catch (const std::exception&) {
-      failure = std::current_exception();
+      failure_ = std::current_exception();
     }
+  }
+
+  state::HostBuffer buffer_;
+  // There is one thread per save, beside which training continues. It ends when the files are committed. `failure_`, which it writes, is
+  // read after it was joined.
+  std::thread thread_;
+  pid_t process_ = 0;  // that has started the thread
+  std::exception_ptr failure_;
+};
+
+}  // namespace state
+
+namespace {
+
+/// The program may change its working directory while a save runs.
+std::string absolute(const std::string& path) {
+  std::error_code unknown;  // the working directory may be unknown, because it was removed; then the path stays relative
+  const auto absolute = std::filesystem::absolute(path, unknown);
+  return unknown || path.empty() ? path : absolute.string();
+}
+
+}  // namespace
+
+struct AsyncSaver::Impl {
+  Impl(torch::nn::Module& module_, Optimizer* optimizer_, const AsyncSaverOptions& options)
+      : module(module_), optimizer(optimizer_), engine(handle(module_).engine()), disk(*engine) {
+    // A rank that has no folder, while others have, gets an error with them.
+    if (disk.ranks.all(options.memory.empty(), "checkpoint: whether there is memory")) return;
+    memory.emplace(*engine);
+    tier = std::make_unique<state::MemoryTier>(memory->ranks, absolute(options.memory), options.distance);
+  }
+
+  void begin_in_memory(const std::string& name, const ExtraState& extra, const SaveOptions& options, std::int64_t saved) {
+    memory->begin(module, optimizer, extra, options, [this, name, saved](const Snapshot& snapshot, const auto&, state::Phases& phases) {
+      tier->write(name, snapshot, saved, phases);
+    });
   }
 
   torch::nn::Module& module;
   Optimizer* optimizer;
   std::shared_ptr<engine::Engine> engine;
-  CheckpointRanks ranks;  // with communicators of their own, because the thread uses them while the model trains
-  state::HostBuffer buffer;
-  // There is one thread per save, beside which training continues. It ends when the files are committed. `failure`, which it writes, is
-  // read after it was joined.
-  std::thread thread;
-  pid_t process = 0;  // that has started the thread
-  std::exception_ptr failure;
+  // Saves in memory do not wait for the disk, which may take minutes.
+  state::BackgroundSave disk;
+  std::unique_ptr<state::MemoryTier> tier;  // before `memory`, whose thread uses it
+  std::optional<state::BackgroundSave> memory;
 };
 
-AsyncSaver::AsyncSaver(torch::nn::Module& module, Optimizer* optimizer) : impl_(std::make_unique<Impl>(module, optimizer)) {}
+AsyncSaver::AsyncSaver(torch::nn::Module& module, Optimizer* optimizer, AsyncSaverOptions options)
+    : impl_(std::make_unique<Impl>(module, optimizer, options)) {}
 
-AsyncSaver::~AsyncSaver() { impl_->join(); }
+AsyncSaver::~AsyncSaver() = default;
 
 void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOptions options) {
-  impl_->wait();
-  state::Phases phases(options.on_phase);
-  // The program may change its working directory meanwhile.
-  std::error_code unknown;  // the working directory may be unknown, because it was removed; then the path stays relative
-  const auto absolute = std::filesystem::absolute(path, unknown);
-  const auto target = unknown || path.empty() ? path : absolute.string();
-  auto snapshot = snapshot_of(impl_->module, impl_->optimizer, extra, options, impl_->ranks, &impl_->buffer, phases);
-  std::promise<void> copied;
-  impl_->engine->main().set_reader(copied.get_future());
-  impl_->process = getpid();
-  impl_->thread = std::thread([impl = impl_.get(), target, options, snapshot = std::move(snapshot), copied = std::move(copied),
-                               phases]() mutable { impl->finish(snapshot, std::move(copied), target, options, phases); });
+  wait();
+  const auto target = absolute(path);
+  // Both have one number, so that neither is newer.
+  const auto saved = ckpt::new_saved();
+  auto in_memory = options;
+  in_memory.on_phase = {};  // It would be called from two threads.
+  if (impl_->tier) impl_->begin_in_memory(std::filesystem::path(target).filename().string(), extra, in_memory, saved);
+  impl_->disk.begin(impl_->module, impl_->optimizer, extra, options,
+                    [target, options, saved](const Snapshot& snapshot, const CheckpointRanks& ranks, state::Phases& phases) {
+                      state::write_checkpoint(target, snapshot, options, ranks, phases, saved);
+                    });
 }
 
-void AsyncSaver::wait() { impl_->wait(); }
+void AsyncSaver::save_in_memory(const std::string& name, const ExtraState& extra, SaveOptions options) {
+  if (!impl_->tier) throw Error("save_in_memory: the saver has no folder in memory, or no longer; give AsyncSaverOptions::memory");
+  impl_->memory->wait();
+  impl_->begin_in_memory(name, extra, options, ckpt::new_saved());
+}
+
+void AsyncSaver::wait() {
+  // If both have failed, the error of the disk is thrown, and the other one by the next call.
+  impl_->disk.wait();
+  if (impl_->memory) impl_->memory->wait();
+}
+
+void AsyncSaver::remove_memory() {
+  wait();
+  if (!impl_->tier) return;
+  impl_->tier->remove();
+  impl_->tier.reset();
+}
 
 }  // namespace fsdp

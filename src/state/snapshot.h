@@ -112,8 +112,9 @@ void check_names(const Snapshot& snapshot);
 /// Returns the size of the snapshot's values in bytes.
 std::int64_t bytes_of(const Snapshot& snapshot);
 
-/// Writes the parts of all ranks as one checkpoint. Collective. Throws Error on every rank if it fails on one.
+/// Writes the parts of all ranks as one checkpoint. `saved`: rank 0's is the least number for Sidecar::saved; 0: the time. Collective.
+/// Throws Error on every rank if it fails on one.
 void write_checkpoint(const std::string& path, const Snapshot& snapshot, const SaveOptions& options, const CheckpointRanks& ranks,
-                      Phases& phases);
+                      Phases& phases, std::int64_t saved = 0);
 
 }  // namespace fsdp::state

@@ -71,7 +71,7 @@ class Staging {
 
 class Dcp final : public Source {
  public:
-  explicit Dcp(const std::string& path) : path_(path), files_(path) {
+  Dcp(const std::string& path, ckpt::PathOf path_of) : path_(path), files_(std::move(path_of)) {
     const std::string file(ckpt::kMetadataFile);
     metadata_ = ckpt::read_dcp_metadata(files_.read_whole(file, ckpt::kMostMetadata), (fs::path(path) / file).string());
     for (const auto& item : metadata_.items) {
@@ -247,7 +247,11 @@ std::unique_ptr<Source> open_source(const std::string& path) {
   const fs::path folder = path;
   ckpt::require_checkpoint(folder);
   if (ckpt::is_safetensors(folder)) return std::make_unique<Safetensors>(path);
-  return std::make_unique<Dcp>(path);
+  return open_source(path, [folder](const std::string& name) { return folder / name; });
+}
+
+std::unique_ptr<Source> open_source(const std::string& path, ckpt::PathOf path_of) {
+  return std::make_unique<Dcp>(path, std::move(path_of));
 }
 
 void Transfer::add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to) {
@@ -285,6 +289,12 @@ std::int64_t Transfer::bytes() const {
   std::int64_t bytes = 0;
   for (const auto& wanted : wanted_) bytes += static_cast<std::int64_t>(wanted.to.nbytes());
   return bytes;
+}
+
+std::vector<ckpt::RecordLocation> Transfer::needed() const {
+  std::vector<ckpt::RecordLocation> places;
+  for (const auto& box : wanted_boxes_) places.push_back(box.part.place);
+  return places;
 }
 
 void Transfer::pass(bool assigns) {

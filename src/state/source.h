@@ -91,6 +91,8 @@ class Transfer {
   void add(const std::string& name, const ckpt::Box& box, std::int64_t offset, at::Tensor to);
   /// The total size of the places that were added, in bytes.
   std::int64_t bytes() const;
+  /// The places of the records that contain what was added.
+  std::vector<ckpt::RecordLocation> needed() const;
   /// Reads and checks all blocks that contain elements which were added, in the order of the files. Throws Error.
   void check() { pass(false); }
   /// Reads the data to their places. Call it after check(). Throws Error if data can no longer be read, or have changed since.
@@ -148,6 +150,9 @@ class Transfer {
 /// Returns a number as a double; nothing for other values.
 std::optional<double> number_of(const ckpt::PythonValue& value);
 
+/// Opens a checkpoint in the format of torch.distributed.checkpoint whose files may lie in several folders. `path` names it in messages.
+/// Throws Error.
+std::unique_ptr<Source> open_source(const std::string& path, ckpt::PathOf path_of);
 /// Opens a folder of torch.distributed.checkpoint, or Hugging Face's safetensors (a file, or a folder of them), whose names get "model." in
 /// front. Throws Error.
 std::unique_ptr<Source> open_source(const std::string& path);

@@ -42,6 +42,7 @@ class Fields {
  public:
   explicit Fields(std::string_view text) : rest_(text) {}
   bool at_end() const { return rest_.empty(); }
+  std::string_view rest() const { return rest_; }
   std::string next() {
     const auto end = rest_.find('\0');
     std::string field(rest_.substr(0, end));

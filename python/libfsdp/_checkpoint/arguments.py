@@ -22,6 +22,14 @@ def check_path(name: str, value: Any) -> str:
     return os.fsdecode(value)
 
 
+def as_folders(value: Any) -> list[str]:
+    """Returns the folder of checkpoints, or those in memory and on the disk, as strings."""
+    several = value if isinstance(value, (list, tuple)) else [value]
+    if len(several) not in (1, 2):
+        refuse("folder", value, "a folder of checkpoints, or two: that in memory, and the one that all ranks share")
+    return [check_path("folder", one) for one in several]
+
+
 def check_model(value: Any) -> None:
     if not isinstance(value, nn.Module):
         refuse("model", value, "the module that fully_shard was called on")

@@ -13,6 +13,7 @@ from torch import nn
 
 from libfsdp import _C
 from libfsdp._checkpoint.arguments import (
+    as_folders,
     as_list,
     check_functions,
     check_grad_scaler,
@@ -30,7 +31,7 @@ from libfsdp._core.readers import before_write
 from libfsdp.optim._optimizer_state import make_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -64,7 +65,7 @@ class _Options:
         check_grad_scaler(self.grad_scaler)
         check_prefixes(model_prefix=self.model_prefix, optimizer_prefix=self.optimizer_prefix)
 
-    def open(self, path: str, phases: Phases) -> _C.LoadPlan:
+    def open(self, path: str, phases: Phases, held: _C.HeldStep | None) -> _C.LoadPlan:
         return _C.LoadPlan(
             path,
             strict=self.strict,
@@ -75,6 +76,7 @@ class _Options:
             check_first=self.check_first,
             rng=self.rng,
             on_phase=phases.tell,
+            held=held,
         )
 
 
@@ -91,6 +93,8 @@ class Loaded:
         metric: the metric that was saved.
         rng: whether the random generators were restored.
         skipped: newer checkpoints that ``load_latest`` did not take, and why.
+        origin: where ``load_latest`` found it: "memory of this host", with the number of bytes that other hosts have sent from
+            theirs, or the last folder.
     """
 
     path: str
@@ -101,6 +105,7 @@ class Loaded:
     metric: float | None = None
     rng: bool = False
     skipped: list[str] = field(default_factory=list)
+    origin: str = ""
 
 
 def load(
@@ -158,13 +163,14 @@ def load(
     options = _Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
-    path, optimizers = _checked("path", path, model, optimizer, on_phase)
+    optimizers = _checked(model, optimizer, on_phase)
+    path = check_path("path", path)
     together = CheckpointRanks(model, process_group, own=False)
-    return _Load(path, model, optimizers, options, together, Phases(on_phase)).run()
+    return _Load(path, model, optimizers, options, together, Phases(on_phase), None).run()
 
 
 def load_latest(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
@@ -186,7 +192,11 @@ def load_latest(
     not taken, because torch.distributed.checkpoint wrote them, or because their names do not end in a number. Collective.
 
     Args:
-        folder: the folder of the checkpoints, whose names end in a number of any length; it need not exist.
+        folder: the folder of the checkpoints, whose names end in a number of any length; it need not exist. Or a list of two
+            folders: that of ``AsyncSaver(memory=...)``, and the one that all ranks share. The first may be another path on each host.
+            A step in memory is complete if each of its files is in the memory of some host; of equally new ones, it is preferred. A
+            rank reads files from the memory of its own host, and gets the parts that it needs of others from their hosts. A file in
+            memory that is damaged counts as absent: its copy on another host is read, or else the checkpoint before.
         model: see libfsdp.load, which has the same arguments.
         optimizer: see there.
         strict: see there.
@@ -210,29 +220,30 @@ def load_latest(
     options = _Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
-    folder, optimizers = _checked("folder", folder, model, optimizer, on_phase)
-    together = CheckpointRanks(model, process_group, own=False)
+    folders = as_folders(folder)
+    optimizers = _checked(model, optimizer, on_phase)
+    # Ranks of different hosts send each other parts over connections between hosts' memories.
+    together = CheckpointRanks(model, process_group, own=len(folders) > 1)
     loaded: list[Loaded] = []
 
-    def load_one(path: str) -> None:
-        loaded.append(_Load(path, model, optimizers, options, together, Phases(on_phase)).run())
+    def load_one(path: str, held: _C.HeldStep | None) -> None:
+        loaded.append(_Load(path, model, optimizers, options, together, Phases(on_phase), held).run())
 
-    taken, skipped, warning = _C.take_newest(folder, together.ranks, load_one)
+    taken, origin, skipped, warning = _C.take_newest(folders, together.ranks, load_one)
     if warning:
         warnings.warn(f"libfsdp: {warning}", stacklevel=2)
     if taken is None:
         return None
     loaded[-1].skipped = skipped
+    loaded[-1].origin = origin
     return loaded[-1]
 
 
-def _checked(
-    name: str, path: Any, model: Any, optimizer: Optimizers | None, on_phase: Any
-) -> tuple[str, list[torch.optim.Optimizer]]:
+def _checked(model: Any, optimizer: Optimizers | None, on_phase: Any) -> list[torch.optim.Optimizer]:
     """Checks the arguments that all loads have."""
     check_model(model)
     check_functions("a report", on_phase=on_phase)
-    return check_path(name, path), as_list(optimizer)
+    return as_list(optimizer)
 
 
 class _Load:
@@ -246,8 +257,10 @@ class _Load:
         options: _Options,
         together: CheckpointRanks,
         phases: Phases,
+        held: _C.HeldStep | None,
     ) -> None:
         self._path = path
+        self._held = held
         self._model = model
         self._optimizers = optimizers
         self._options = options
@@ -300,7 +313,7 @@ class _Load:
     def _open(self) -> _C.LoadPlan:
         """Compares names and shapes of the model. It changes nothing."""
         before_write(state for _, state, _ in states_in(self._model))
-        plan = self._options.open(self._path, self._phases)
+        plan = self._options.open(self._path, self._phases, self._held)
         state = model_state(self._model)
         aliases: dict[str, list[str]] = {}
         for alias, first in state.aliases.items():

@@ -108,11 +108,55 @@ def save(
         path,
         parts,
         together.ranks,
+        saved=0,
         keep_last=keep_last,
         keep_every=keep_every,
         keep_best=keep_best,
         on_phase=phases.tell,
     )
+
+
+class _BackgroundSave:
+    """One save at a time, beside training."""
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None) -> None:
+        self.together = CheckpointRanks(model, process_group, own=True)
+        self._buffer = _C.HostBuffer(device_of_model(model))
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        of_program: _OfProgram,
+        phases: Phases,
+        write: Callable[[_C.Snapshot], None],
+    ) -> None:
+        """Copies this rank's part, and begins to write it. Call it after wait()."""
+        parts = _collect(self.together, model, optimizers, of_program, self._buffer)
+        phases.end("collect", parts.bytes)
+
+        def work() -> None:
+            # On Linux, each thread has its own priority.
+            with contextlib.suppress(OSError, AttributeError):
+                me = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICE_WHILE_WRITING)
+            try:
+                write(parts)
+            except Exception as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=work, name="libfsdp.AsyncSaver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 class AsyncSaver:
@@ -121,6 +165,9 @@ class AsyncSaver:
     ``save`` copies this rank's part to host memory, which is kept for the next save, and returns; a thread writes it. The checkpoint has
     the values from when ``save`` was called. The thread writes with a lower priority, so that training gets the cores. Only one save
     runs at a time, and the next one waits for it.
+
+    With ``memory``, checkpoints also lie in the memory of the ranks' hosts, where they survive the ranks, and copies of each host's files
+    in that of another host. ``libfsdp.load_latest([memory, folder], ...)`` finds them.
     """
 
     def __init__(
@@ -128,6 +175,8 @@ class AsyncSaver:
         model: nn.Module,
         optimizer: Optimizers | None = None,
         *,
+        memory: str | os.PathLike[str] | None = None,
+        distance: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Makes connections of its own between the ranks. Collective.
@@ -135,15 +184,25 @@ class AsyncSaver:
         Args:
             model: sharded by ``fully_shard``.
             optimizer: an optimizer of its parameters, or a list of several.
+            memory: a folder in tmpfs, such as "/dev/shm/my-run". Its name stands for the run, which finds it again when it is restarted;
+                no other run on this host may use it. Ranks that see the same folder are on one host. Each host holds two steps at most,
+                with the files of its ranks and the copies for other hosts.
+            distance: each rank's file is also sent to the host that is this many hosts after its own. One host has no copies.
             process_group: the ranks that have the model; None: all.
+
+        Raises:
+            Error: on all ranks, if the folder can't be used on one.
         """
         check_model(model)
+        check_counts(distance=distance)
+        folder = "" if memory is None else os.path.abspath(check_path("memory", memory))
         self._model = model
         self._optimizers = as_list(optimizer)
-        self._together = CheckpointRanks(model, process_group, own=True)
-        self._buffer = _C.HostBuffer(device_of_model(model))
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._disk = _BackgroundSave(model, process_group)
+        self._memory: _BackgroundSave | None = None
+        if any(self._disk.together.exchange(bool(folder), "checkpoint: whether there is memory")):
+            self._memory = _BackgroundSave(model, process_group)
+            self._tier = _C.MemoryTier(self._memory.together.ranks, folder, distance)
 
     def save(
         self,
@@ -159,7 +218,7 @@ class AsyncSaver:
         grad_scaler: torch.amp.GradScaler | None = None,
         on_phase: Callable[[PhaseReport], None] | None = None,
     ) -> None:
-        """Saves like libfsdp.save. Waits for the save before.
+        """Saves like libfsdp.save. Waits for the save before. With ``memory``, also saves there, under the last part of the path.
 
         Args:
             path: see libfsdp.save, which has the same arguments. A relative path is resolved now.
@@ -181,44 +240,89 @@ class AsyncSaver:
         check_functions("a report", on_phase=on_phase)
         check_grad_scaler(grad_scaler)
         self.wait()
-        phases = Phases(on_phase)
         of_program = _OfProgram(extra, rank_extra, metric, grad_scaler, rng)
-        parts = _collect(self._together, self._model, self._optimizers, of_program, self._buffer)
-        phases.end("collect", parts.bytes)
+        saved = _C.new_saved()  # of both, so that neither is newer
+        if self._memory is not None:
+            self._begin_in_memory(os.path.basename(target), of_program, Phases(None), saved)
+        phases = Phases(on_phase)
 
-        def write() -> None:
-            # On Linux, each thread has its own priority.
-            with contextlib.suppress(OSError, AttributeError):
-                me = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + _NICE_WHILE_WRITING)
-            try:
-                _C.write_checkpoint(
-                    target,
-                    parts,
-                    self._together.ranks,
-                    keep_last=keep_last,
-                    keep_every=keep_every,
-                    keep_best=keep_best,
-                    on_phase=phases.tell,
-                )
-            except Exception as error:
-                self._failure = error
+        def write(parts: _C.Snapshot) -> None:
+            _C.write_checkpoint(
+                target,
+                parts,
+                self._disk.together.ranks,
+                saved=saved,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                on_phase=phases.tell,
+            )
 
-        self._thread = threading.Thread(target=write, name="libfsdp.AsyncSaver")
-        self._thread.start()
+        self._disk.begin(self._model, self._optimizers, of_program, phases, write)
 
-    def wait(self) -> None:
-        """Returns when the last save is complete.
+    def save_in_memory(
+        self,
+        name: str,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        metric: float | None = None,
+        rng: bool = True,
+        rank_extra: Mapping[str, Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        on_phase: Callable[[PhaseReport], None] | None = None,
+    ) -> None:
+        """Saves in memory only. Waits for the save in memory before, but not for one to the disk.
+
+        Args:
+            name: of the step, such as "step-7".
+            extra: see libfsdp.save, which has the same arguments.
+            metric: see there.
+            rng: see there.
+            rank_extra: see there.
+            grad_scaler: see there.
+            on_phase: after "collect", it is called on the saver's thread.
 
         Raises:
-            Error: the error of the save, on every rank.
+            Error: also the error of the save in memory before; then no new save begins.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._memory is None:
+            raise _C.Error(
+                "save_in_memory: this saver has no folder in memory, or no longer: make it with AsyncSaver(..., memory=FOLDER)"
+            )
+        check_functions("a report", on_phase=on_phase)
+        check_grad_scaler(grad_scaler)
+        self._memory.wait()
+        of_program = _OfProgram(extra, rank_extra, metric, grad_scaler, rng)
+        self._begin_in_memory(check_path("name", name), of_program, Phases(on_phase), _C.new_saved())
+
+    def _begin_in_memory(self, name: str, of_program: _OfProgram, phases: Phases, saved: int) -> None:
+        assert self._memory is not None
+
+        def write(parts: _C.Snapshot) -> None:
+            self._tier.write(name, parts, saved=saved, on_phase=phases.tell)
+
+        self._memory.begin(self._model, self._optimizers, of_program, phases, write)
+
+    def wait(self) -> None:
+        """Returns when the last saves are complete.
+
+        Raises:
+            Error: the error of a save, on every rank.
+        """
+        self._disk.wait()
+        if self._memory is not None:
+            self._memory.wait()
+
+    def remove_memory(self) -> None:
+        """Waits, and removes all steps from memory: call it when the run has ended and will not be restarted. Collective.
+
+        Raises:
+            Error: on all ranks, if it fails on one.
+        """
+        self.wait()
+        if self._memory is not None:
+            self._tier.remove()
+            self._memory = None
 
 
 @torch.no_grad()

@@ -59,6 +59,7 @@ class PlannedUnit:
         communication: receive staging of the reduction.
         padding: the part of ``gathered`` that belongs to no parameter.
         activations: what autograd keeps from its forward to its backward, by what plan() was given.
+        checkpoint: what this rank writes of parameters and optimizer state into a checkpoint.
         inputs: of its modules, in bytes: what it keeps if it recomputes. 0 if plan() was given no inputs.
     """
 
@@ -72,6 +73,7 @@ class PlannedUnit:
     communication: int
     padding: int
     activations: int
+    checkpoint: int
     inputs: int
 
 
@@ -120,6 +122,17 @@ class Plan:
         What torch's allocator and the device's driver need beside it is not in the plan.
         """
         return self.peak["device"] <= as_bytes("memory", memory)
+
+    def saver_memory(self, hosts: int = 0) -> int:
+        """The bytes of host memory that ``AsyncSaver`` takes for this rank.
+
+        Buffers of the model, the program's own values and the heads of records are not counted.
+
+        Args:
+            hosts: with ``AsyncSaver(memory=...)``, how many there are: two steps lie in memory, each with a copy of another rank's file
+                if there are several. 0: without.
+        """
+        return self._planned.saver_memory(hosts)
 
     def json(self) -> str:
         """Returns all of the plan as a JSON object, in bytes."""

@@ -272,13 +272,15 @@ void add_row(DeviceMesh::State& state, const std::shared_ptr<comm::Rendezvous>& 
   state.rows.push_back(std::make_shared<MeshRow>(MeshRow{.communicator = std::move(communicator), .make = std::move(make)}));
 }
 
-/// On CPUs only: on a device, a set of process groups takes seconds and hundreds of MB.
-std::shared_ptr<JoinedRows> joined_rows(const std::shared_ptr<comm::Rendezvous>& rendezvous, c10::Device device,
-                                        const MeshOptions& options) {
-  if (!device.is_cpu()) return nullptr;
-  return std::make_shared<JoinedRows>(JoinedRows{.make = [rendezvous, options](const comm::Row& ranks, const std::string& name) {
-    return make_cpu_communicator(ranks, rendezvous->gloo_group_across(ranks, name), options);
-  }});
+std::shared_ptr<JoinedRows> joined_rows(const std::shared_ptr<comm::Rendezvous>& rendezvous, const MeshOptions& options) {
+  return std::make_shared<JoinedRows>(JoinedRows{
+      .make = [rendezvous, options](
+                  const comm::Row& ranks,
+                  const std::string& name) { return make_cpu_communicator(ranks, rendezvous->gloo_group_across(ranks, name), options); },
+      .make_for_messages =
+          [rendezvous](const comm::Row& ranks, const std::string& name) {
+            return std::make_shared<comm::PairwiseCommunicator>(ranks, rendezvous->gloo_group_across(ranks, name));
+          }});
 }
 
 }  // namespace
@@ -297,7 +299,7 @@ DeviceMesh init_device_mesh(const std::string& device_type, std::vector<MeshDim>
   for (std::size_t d = 0; d < state->dims.size(); ++d) {
     add_row(*state, rendezvous, row_through(world.rank, state->dims, d), options);
   }
-  state->joined = joined_rows(rendezvous, state->device, options);
+  state->joined = joined_rows(rendezvous, options);
   DeviceMesh mesh(std::move(state));
   mesh.barrier();  // The last rank has read the store now, so that rank 0, which serves it, may leave.
   return mesh;
@@ -325,7 +327,7 @@ DeviceMesh comm::make_store_mesh(const StoreMesh& options) {
             {.dim = options.dims[d], .rank = static_cast<int>(position), .global_ranks = ranks, .world_size = options.world_size},
             options.options, backend_of);
   }
-  if (!options.backend_of) state->joined = joined_rows(rendezvous, state->device, options.options);
+  if (!options.backend_of) state->joined = joined_rows(rendezvous, options.options);
   DeviceMesh mesh(std::move(state));
   mesh.barrier();
   return mesh;

@@ -22,10 +22,12 @@ struct MeshRow {
       {};  ///< The communicators that second_communicator() has made, by its argument.
 };
 
-/// Communicators of the ranks along several rows at once. Sub-meshes share it.
+/// Communicators of the ranks along several rows at once, for data in host memory. Sub-meshes share it.
 struct JoinedRows {
   /// Makes one of these ranks of the world. `name` is equal on them, and differs between all that are made.
   std::function<std::shared_ptr<comm::Communicator>(const comm::Row& ranks, const std::string& name)> make;
+  /// Makes one that does not look for shared memory.
+  std::function<std::shared_ptr<comm::Communicator>(const comm::Row& ranks, const std::string& name)> make_for_messages;
   /// The communicators that comm::joined_row() has made, by their rows.
   std::map<std::vector<std::shared_ptr<comm::Communicator>>, std::shared_ptr<comm::Communicator>> made = {};
 };

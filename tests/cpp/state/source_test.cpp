@@ -179,7 +179,7 @@ void write_matrix(const fs::path& folder, const at::Tensor& matrix, const std::v
     });
   }
   auto metadata = file.take_metadata();
-  ckpt::seal_dcp(folder, metadata, {file.finish()});
+  ckpt::seal_dcp(folder, ckpt::write_dcp_metadata(metadata), {file.finish()});
 }
 
 // Two names may stand for one record (a tied head): each is compared with the whole record's checksum when it is assigned.
@@ -253,7 +253,7 @@ TEST_F(SourceTest, ReadsEachBlockOnceToCheckIt) {
   auto metadata = file.take_metadata();
   auto listed = file.finish();
   const auto size = listed.size;
-  ckpt::seal_dcp(path("step"), metadata, {std::move(listed)});
+  ckpt::seal_dcp(path("step"), ckpt::write_dcp_metadata(metadata), {std::move(listed)});
 
   CountingFiles files;
   const ckpt::ReplacedFileSystem replaced(files);
