@@ -37,7 +37,7 @@ run_groups = for test in $$(ls -S $(or $(GROUP:%=$(1)/tests/cpp/test_%),$$(find 
   done | xargs -n 2 -P $(TEST_JOBS) sh -c 'GTEST_TOTAL_SHARDS=2 GTEST_SHARD_INDEX=$$1 timeout 3600 "$$0" --gtest_brief=1 \
     $(if $(FILTER),--gtest_filter="$(FILTER)") </dev/null || { echo "FAILED: $$0"; exit 1; }'
 
-.PHONY: help setup build train train-python test unit nightly peers large soak torture mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat gpu-kit clean
+.PHONY: help setup build train train-python test unit nightly peers large soak torture survive mutants bench docs pictures format check-format lint asan tsan coverage fuzz tidy torch-compat gpu-kit clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -73,7 +73,7 @@ unit: $(BUILD_DIR)/build.ninja  ## One group of the C++ unit tests, and no more 
 	  ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -R '^$(GROUP)[.]')
 
 # Parts of `make nightly`. Not by $(MAKE), which runs even under `make -n`.
-NIGHTLY ?= options messages soak fuzz torture large asan tsan tidy mutants peers cuda oldest newest
+NIGHTLY ?= options messages soak fuzz torture survive large asan tsan tidy mutants peers cuda oldest newest
 nightly_options = export FSDP_NIGHTLY=1 FSDP_TEST_WHEEL=1; ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error -L "unit|python"
 nightly_messages = FSDP_SHARED_MEMORY=0 ctest --test-dir $(BUILD_DIR) -j $(TEST_JOBS) --output-on-failure --no-tests=error
 nightly_soak = make soak SECONDS=1800
@@ -106,6 +106,11 @@ torture: $(BUILD_DIR)/build.ninja  ## Kill training runs at random moments, $KIL
 	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt fsdp_ckpt
 	python tests/torture/torture.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
 	  --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+survive: $(BUILD_DIR)/build.ninja  ## Kill ranks and hosts of a run that saves in memory, 200 and 50 times; SEED=n repeats, ARGS="--kills 20 --hosts 5"
+	cmake --build $(BUILD_DIR) -j $(JOBS) --target train_gpt fsdp_ckpt
+	python tests/torture/survive.py --train-gpt $(BUILD_DIR)/examples/train_gpt --fsdp-ckpt $(BUILD_DIR)/tools/fsdp-ckpt \
+	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 mutants: | $(STAMP)-build $(STAMP)-clang $(STAMP)-test  ## Break the library, one change at a time: does a test notice? ONLY=src/comm/
 	python tests/mutants/mutants.py run . $(BUILD_DIR)-mutants --workshops $(JOBS) $(if $(ONLY),--only $(ONLY))

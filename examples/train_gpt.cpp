@@ -54,9 +54,11 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
   const auto begin = std::chrono::steady_clock::now();
   const auto seconds_so_far = [&] { return seconds_before + seconds_since(begin); };
   std::optional<fsdp::AsyncSaver> saver;
-  if (options.save_async) saver.emplace(*model, &optimizer);
+  const bool in_memory = !options.memory.empty();
+  if (options.save_async || in_memory) saver.emplace(*model, &optimizer, fsdp::AsyncSaverOptions{.memory = options.memory});
+  const auto extra_now = [&] { return fsdp::ExtraState{{"step", step}, {"seconds", seconds_so_far()}}; };
   const auto save = [&](std::optional<double> validation) {
-    const fsdp::ExtraState extra = {{"step", step}, {"seconds", seconds_so_far()}};
+    const auto extra = extra_now();
     const fsdp::SaveOptions how{.keep_last = options.keep_last, .keep_best = options.keep_last > 0 ? 1 : 0, .metric = validation};
     if (saver) {
       saver->save(run->checkpoint(step), extra, how);
@@ -122,16 +124,20 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
     }
     if (validation && progress < 1) report.validation(step, *validation);
     const bool ends = progress < 1 && fsdp::stop_requested(mesh);  // Ctrl-C, or SIGTERM, which Slurm sends some time before it kills
-    if (ends || validation || step % options.save_every == 0) save(validation);
+    if (ends || validation || step % options.save_every == 0) {
+      save(validation);
+    } else if (in_memory && step % options.memory_every == 0) {
+      saver->save_in_memory("step-" + std::to_string(step), extra_now());
+    }
     if (ends) {
-      if (saver) saver->wait();
+      if (saver) saver->remove_memory();  // waits for the disk, from which a run that was stopped goes on
       report.timeline();
       report.interrupted(step);
       mesh.barrier();
       return 0;
     }
   }
-  if (saver) saver->wait();
+  if (saver) saver->remove_memory();
   report.timeline();
   const double seconds = seconds_so_far();
   if (!validation) validation = evaluate(model, corpus, options, mesh);

@@ -12,20 +12,17 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import AdamW
 
-from libfsdp import fully_shard, step_report, stop_requested
+from libfsdp import AsyncSaver, fully_shard, load_latest, step_report, stop_requested
 
 DIM, HEADS, CONTEXT = 256, 4, 256
 SEQUENCES = 4  # per step, over all ranks
@@ -100,28 +97,13 @@ def lr_at(step: int, steps: int) -> float:
     return LR * min(1.0, (step + 1) / WARMUP) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The complete ones, oldest first. Their metadata are written last."""
-    return sorted((file.parent for file in run.glob("step-*/.metadata")), key=lambda path: int(path.name[5:]))
-
-
-def save(run: Path, step: int, model: nn.Module, optimizer: AdamW) -> None:
-    parameters, state = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optim": state, "step": step}, checkpoint_id=run / f"step-{step}")
-    if dist.get_rank() == 0:
-        for old in checkpoints(run)[:-KEPT]:
-            shutil.rmtree(old)
-
-
-def load_newest(run: Path | None, model: nn.Module, optimizer: AdamW) -> int:
-    """The step of the checkpoint; 0, if there is none."""
-    if run is None or not checkpoints(run):
+def load_newest(options: argparse.Namespace, model: nn.Module, optimizer: AdamW) -> int:
+    """The step of the newest checkpoint, in memory or in the run's folder; 0, if there is none."""
+    if not options.resume:
         return 0
-    parameters, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": parameters, "optim": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=checkpoints(run)[-1])
-    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=optimizer_state)
-    return state["step"]
+    folders = [options.memory, options.resume] if options.memory else options.resume
+    loaded = load_latest(folders, model, optimizer)
+    return loaded.extra["step"] if loaded else 0
 
 
 class Log:
@@ -167,23 +149,30 @@ def read_options() -> argparse.Namespace:
     headers = Path(torch.__file__).parent / "include"
     parser.add_argument("--data", type=Path, default=headers, help="a text file, or a folder of them: %(default)s")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints: %(default)s")
+    parser.add_argument(
+        "--memory", type=Path, help="a folder in tmpfs, such as /dev/shm/RUN, for checkpoints in memory"
+    )
+    parser.add_argument("--memory-every", type=int, default=10, help="steps between those in memory: %(default)s")
     parser.add_argument("--tensorboard", action="store_true", help="write the log's numbers for TensorBoard, too")
     parser.add_argument("--folder", type=Path, help="for configuration, log and checkpoints; a new one below runs/")
     parser.add_argument("--resume", type=Path, help="a run's folder: go on with it, with its configuration")
     options = parser.parse_args()
-    if options.folder and (options.folder / "config.json").exists():
+    run = options.resume
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and options.folder and saved_options(options.folder):
+        run = options.folder  # torchrun has restarted the ranks of this run
+    if not run and options.folder and (options.folder / "config.json").exists():
         parser.error(
             f"--folder {options.folder} holds a run: go on with --resume, or choose another folder"
             if saved_options(options.folder)
             else f"--folder {options.folder} has a config.json that is not of a run: choose another folder"
         )
-    if options.resume:
-        saved = saved_options(options.resume)
+    if run:
+        saved = saved_options(run)
         if not saved:
-            parser.error(f"--resume {options.resume} is not the folder of a run: it has no config.json of one")
+            parser.error(f"--resume {run} is not the folder of a run: it has no config.json of one")
         parser.set_defaults(**saved)
         options = parser.parse_args()  # What is given here overrides what is written there.
-        options.folder = options.resume
+        options.folder = options.resume = run
     return options
 
 
@@ -237,7 +226,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    first = load_newest(options.resume, model, optimizer)
+    first = load_newest(options, model, optimizer)
     if first >= options.steps:
         if rank == 0:
             print(f"nothing is left to train: {options.resume} has made {first} steps; for more, raise --steps")
@@ -247,6 +236,7 @@ def main() -> None:
     run, lock = begin_run(options, lock)
     log = Log(run, first, options.tensorboard)
 
+    saver = AsyncSaver(model, optimizer, memory=options.memory)
     share = SEQUENCES // ranks
     begin = time.monotonic()
     for step in range(first, options.steps):
@@ -268,7 +258,9 @@ def main() -> None:
             log.write(text, step=done, loss=mean, **{f"times/{name}": value for name, value in times.scalars().items()})
         ends = stop_requested()  # by Ctrl-C, or SIGTERM
         if ends or done % options.save_every == 0 or done == options.steps:
-            save(run, done, model, optimizer)
+            saver.save(run / f"step-{done}", {"step": done}, keep_last=KEPT)
+        elif options.memory and done % options.memory_every == 0:
+            saver.save_in_memory(f"step-{done}", {"step": done})
         if ends and done < options.steps:
             log.write(f"ended by a signal after step {done}; to go on: --resume {run}", step=done)
             break
@@ -278,6 +270,7 @@ def main() -> None:
             bits = sum_over_ranks(loss_of(model, *cut(validation, starts)).item()) / ranks / math.log(2)
         text = f"done: {options.steps} steps in {time.monotonic() - begin:.0f} s, validation {bits:.3f} bits per byte"
         log.write(text, step=options.steps, validation_bits_per_byte=bits)
+    saver.remove_memory()  # waits for the last save; a restart would find nothing left to do
     dist.destroy_process_group()
 
 

@@ -10,8 +10,9 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(GPTConfig, vocab, dim, layers, h
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Options, data, nproc, model, batch, steps, minutes, lr, warmup, weight_decay, clip,
                                                 accumulate, optimizer, strategy, outer, outer_strategy, param_dtype, wire_dtype,
                                                 float8_gather, offload, keep_gathered_bytes, no_reshard_after_forward, prefetch, seed,
-                                                eval_every, eval_sequences, log, timeline, save, save_name, save_async, save_every,
-                                                keep_last, sample_every, sample_tokens, temperature, prompt, threads, device)
+                                                eval_every, eval_sequences, log, timeline, save, save_name, save_async, memory,
+                                                memory_every, save_every, keep_last, sample_every, sample_tokens, temperature, prompt,
+                                                threads, device)
 
 namespace {
 

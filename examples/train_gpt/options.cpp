@@ -47,7 +47,8 @@ void validate(const Options& options) {
           "--eval-every, --eval-sequences and --threads must be positive");
   require(options.sample_every >= 0 && options.sample_tokens >= 0 && options.temperature >= 0,
           "--sample-every, --sample-tokens and --temperature must be at least 0");
-  require(options.save_every > 0 && options.keep_last >= 0, "--save-every must be positive and --keep-last at least 0");
+  require(options.save_every > 0 && options.memory_every > 0 && options.keep_last >= 0,
+          "--save-every and --memory-every must be positive and --keep-last at least 0");
   require(options.resume != "auto" || !options.save.empty() || !options.run.empty(),
           "--resume auto looks for the newest checkpoint of --run, or in --save: give one of them, too");
   require(options.resume == "auto" || options.run.empty() || !has_config(options.run),
@@ -138,6 +139,10 @@ void add_options(CLI::App& app, Options& options) {
   option("--save-name", options.save_name, "Checkpoints are called NAME-N: jobs that share a folder need different ones")
       ->group("Checkpoints");
   app.add_flag("--save-async", options.save_async, "Write checkpoints beside training")->group("Checkpoints");
+  app.add_option("--memory", options.memory,
+                 "A folder in tmpfs, such as /dev/shm/RUN, for checkpoints in memory, too: a run that is restarted goes on from them")
+      ->group("Checkpoints");
+  option("--memory-every", options.memory_every, "Steps between checkpoints in memory")->group("Checkpoints");
   option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too, and each that is validated")
       ->group("Checkpoints");
   option("--keep-last", options.keep_last, "How many of the newest are kept, beside the best by validation; 0: all")->group("Checkpoints");
@@ -207,7 +212,7 @@ std::optional<Options> parse(int argc, char** argv) {
     if (app.count("--minutes") > 0 && app.count("--steps") == 0) options.steps = 0;
     if (app.count("--steps") > 0 && app.count("--minutes") == 0) options.minutes = 0;
     if (has_config(options.resume)) options.run = std::exchange(options.resume, "auto");
-    for (auto* path : {&options.data, &options.log, &options.save}) make_absolute(*path);
+    for (auto* path : {&options.data, &options.log, &options.save, &options.memory}) make_absolute(*path);
     validate(options);
     check_checkpoint(options);
     if (options.generate.empty()) {

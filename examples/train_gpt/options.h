@@ -42,6 +42,8 @@ struct Options {
   std::string save = {};
   std::string save_name = "step";
   bool save_async = false;
+  std::string memory = {};  ///< A folder in tmpfs for checkpoints in memory. Empty: none.
+  std::int64_t memory_every = 10;
   std::int64_t save_every = 100;
   int keep_last = 2;
   std::string resume = "no";

@@ -111,7 +111,7 @@ void check_checkpoint(const Options& options) {
 std::optional<fsdp::Loaded> resume(const Options& options, const RunFolder& run, GPT& model, fsdp::Optimizer& optimizer) {
   if (options.resume == "no") return std::nullopt;
   try {
-    if (options.resume == "auto") return fsdp::load_latest(run.checkpoints(), *model, optimizer);
+    if (options.resume == "auto") return fsdp::load_latest(options.memory, run.checkpoints(), *model, optimizer);
     return fsdp::load(options.resume, *model, optimizer);
   } catch (const fsdp::CommError&) {
     throw;

@@ -1,7 +1,6 @@
 #include "train_gpt/run_folder.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <array>
@@ -63,9 +62,9 @@ std::string who_am_i() {
 
 }  // namespace
 
-RunLock::RunLock(const std::string& folder) : fd_(open((folder + "/.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+RunLock::RunLock(const std::string& folder, int kind) : fd_(open((folder + "/.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
   require(fd_ >= 0, "cannot write in " + folder + ": " + std::strerror(errno));
-  if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+  if (flock(fd_, kind | LOCK_NB) != 0) {
     const int why = errno;
     const auto holder = read_line(fd_);
     close(fd_);
@@ -95,7 +94,7 @@ void check_folder(const Options& options) {
   if (options.run.empty()) return;
   require(has_config(options.run) || !fs::exists(options.run + "/config.json"),
           "--run " + options.run + " can't be the folder of a run: it has a config.json that is not of a run");
-  if (fs::exists(options.run + "/.lock")) RunLock(options.run);
+  if (fs::exists(options.run + "/.lock")) RunLock(options.run, LOCK_SH);
   auto above = fs::absolute(options.run);
   while (!fs::exists(above)) above = above.parent_path();
   require(fs::is_directory(above), "cannot make the folder of the run: " + above.string() + " is not a folder");

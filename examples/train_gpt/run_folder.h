@@ -1,6 +1,7 @@
 #pragma once
 
 #include <fsdp/device_mesh.h>
+#include <sys/file.h>
 
 #include <cstdint>
 #include <optional>
@@ -11,8 +12,8 @@
 /// Keeps other processes from training in the folder of a run. The system lets go of it when this process ends, in whatever way.
 class RunLock {
  public:
-  /// Throws UsageError if another process holds it.
-  explicit RunLock(const std::string& folder);
+  /// Throws UsageError if another process holds it. With LOCK_SH it only looks, as several ranks may do at once.
+  explicit RunLock(const std::string& folder, int kind = LOCK_EX);
   ~RunLock();
   RunLock(const RunLock&) = delete;
   RunLock& operator=(const RunLock&) = delete;
