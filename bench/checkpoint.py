@@ -8,6 +8,7 @@ reads all once more before that, so that a damaged checkpoint changes nothing. "
 cache; "cold" ones after it was dropped from there. Beside an asynchronous save runs one training step: "blocked" is the
 call, and what the step's update waits longer than without a save; "step delayed" is the call, and what the whole step
 takes longer, as it shares the cores with the writing; "until complete" ends when the step and the save have.
+libfsdp also saves in memory, once in ten steps, with a copy in the folder of the other rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CONFIG = GPTConfig(vocab=4096, dim=768, layers=12, heads=8, context=16)
 QUICK = GPTConfig(vocab=4096, dim=256, layers=4, heads=8, context=16)
 
 CHECKED_FIRST = "load, checked first, warm"
+TEN_STEPS, TEN_SAVED, IN_MEMORY = "ten steps", "ten steps, one saved in memory", "save in memory, alone"
 RATES = ("save", "load, warm", CHECKED_FIRST, "load, cold")
 """Metrics that are the time to move all of the state."""
 
@@ -72,6 +74,12 @@ def measure_library(contender: Contender, folder: Path, number: int, note: Calla
     note("async save, step delayed", slowest(replies, "delayed_ms"))
     note("async save, until complete", slowest(replies))
     clear(folder)
+    if contender.name == "libfsdp":
+        replies = contender.ask("save_in_memory", number)
+        note(TEN_STEPS, slowest(replies, "alone_ms"))
+        note(TEN_SAVED, slowest(replies))
+        note("save in memory, blocked", slowest(replies, "blocked_ms"))
+        note(IN_MEMORY, slowest(replies, "bytes_ms"))
 
 
 def measure_plain(contender: Contender, folder: Path, number: int, note: Callable[[str, float], None]) -> None:
@@ -130,6 +138,9 @@ def table(times: Times, size: int) -> str:
     lines.append(f"| libfsdp: blocked by an async save / a save | {blocked:.2f} | at most 0.2 |")
     blocked = median_of["dcp", "async save, blocked"] / median_of["dcp", "save"]
     lines.append(f"| DCP: the same | {blocked:.2f} | |")
+    own = "libfsdp"
+    extra = (median_of[own, TEN_SAVED] - median_of[own, IN_MEMORY]) / median_of[own, TEN_STEPS] - 1
+    lines.append(f"| {TEN_SAVED}: longer than {TEN_STEPS} and a {IN_MEMORY} | {100 * extra:.1f} % | at most 5 % |")
     return "\n".join(lines)
 
 
@@ -154,6 +165,7 @@ def main() -> int:
         return 1
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(Path("/dev/shm") / folder.relative_to("/"), ignore_errors=True)
     facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
     text = (
         f"# Checkpoints\n\n`python bench/checkpoint.py --rounds {arguments.rounds}`: {size / 1e9:.2f} GB of state "

@@ -281,6 +281,7 @@ class Sharded : public Trainer {
     if (verb == "host") return host(number);
     if (verb == "save") return save(number);
     if (verb == "async_save") return save_beside_training(number);
+    if (verb == "save_in_memory") return save_in_memory(number);
     if (verb == "load") return load(number, {.check_first = false});
     if (verb == "load_checked_first") return load(number, {});
     return Trainer::handle(verb, number);
@@ -363,6 +364,33 @@ class Sharded : public Trainer {
            ", \"delayed_ms\": " + json_list({call + beside.all - alone.all}) + ", \"ms\": " + json_list({all}) + "}";
   }
 
+  /// Ten steps alone, and ten of which the first is saved in memory. Each rank has a folder of its own, as on a host of its own, so that
+  /// files are copied, too.
+  std::string save_in_memory(int number) {
+    const auto folder = std::string("/dev/shm") + checkpoint(0) + "/host-" + std::to_string(mesh_.rank());
+    if (!in_memory_) in_memory_ = std::make_unique<fsdp::AsyncSaver>(*model_, &optimizer_, fsdp::AsyncSaverOptions{.memory = folder});
+    const auto ten_steps = [&] {
+      for (int i = 0; i < 10; ++i) train_step();
+    };
+    barrier();
+    const double alone = milliseconds(ten_steps);
+    barrier();
+    double saved = 0;
+    const double beside = milliseconds([&] {
+      saved = milliseconds([&] { in_memory_->save_in_memory("step-" + std::to_string(number)); });
+      ten_steps();
+    });
+    in_memory_->wait();
+    barrier();
+    // Without training beside it: the time of the bytes.
+    const double bytes = milliseconds([&] {
+      in_memory_->save_in_memory("step-" + std::to_string(number) + "1");
+      in_memory_->wait();
+    });
+    return "{\"alone_ms\": " + json_list({alone}) + ", \"blocked_ms\": " + json_list({saved}) + ", \"bytes_ms\": " + json_list({bytes}) +
+           ", \"ms\": " + json_list({beside}) + "}";
+  }
+
   std::string load(int number, const fsdp::LoadOptions& options) {
     barrier();
     const double time = milliseconds([&] { fsdp::load(checkpoint(number), *model_, optimizer_, options); });
@@ -376,6 +404,7 @@ class Sharded : public Trainer {
   fsdp::FSDPModule handle_;
   fsdp::AdamW optimizer_;
   std::unique_ptr<fsdp::AsyncSaver> saver_;
+  std::unique_ptr<fsdp::AsyncSaver> in_memory_;
   GPT plain_;  ///< The same model unsharded; null, unless host time is measured.
 };
 
