@@ -103,6 +103,8 @@ def load_newest(options: argparse.Namespace, model: nn.Module, optimizer: AdamW)
         return 0
     folders = [options.memory, options.resume] if options.memory else options.resume
     loaded = load_latest(folders, model, optimizer)
+    if loaded and dist.get_rank() == 0:
+        print(f"goes on after step {loaded.extra['step']}, from {loaded.origin}", flush=True)
     return loaded.extra["step"] if loaded else 0
 
 

@@ -179,6 +179,14 @@ Loaded state::load_all(const std::string& path, torch::nn::Module& module, Optim
     const auto of_rank0 =
         ranks.broadcast(plan->identity() + '\0' + counts, "checkpoint: which one it is, and exchange of numbers of updates");
     state::LoadTarget target = {.device = engine->options().device(), .torn = engine->main().torn()};
+    const auto check = [&] {
+      loaded = plan->check_names(ranks, target);
+      loaded.extra = state::extra_below(plan->source(), state::kExtraPrefix, options.ignore);
+      if (state::saved_ranks(plan->source()) == ranks.size()) {
+        loaded.rank_extra = state::extra_below(plan->source(), state::rank_extra_prefix(ranks.index()), options.ignore);
+      }
+      plan->check_data(at_once);
+    };
     ranks.together(state::kNothingLoaded, [&] {
       const auto end = of_rank0.find('\0');
       plan->require_identity(of_rank0.substr(0, end));
@@ -190,16 +198,12 @@ Loaded state::load_all(const std::string& path, torch::nn::Module& module, Optim
         for (const auto& key : state::optimizer_keys(*optimizer, state::kOptimizer)) plan->expect_elsewhere(key);
         plan->restore_groups(*optimizer);
       }
+      if (held == nullptr) check();
     });
-    plan->fetch();
-    ranks.together(state::kNothingLoaded, [&] {
-      loaded = plan->check_names(ranks, target);
-      loaded.extra = state::extra_below(plan->source(), state::kExtraPrefix, options.ignore);
-      if (state::saved_ranks(plan->source()) == ranks.size()) {
-        loaded.rank_extra = state::extra_below(plan->source(), state::rank_extra_prefix(ranks.index()), options.ignore);
-      }
-      plan->check_data(at_once);
-    });
+    if (held != nullptr) {
+      plan->fetch();
+      ranks.together(state::kNothingLoaded, check);
+    }
   } catch (...) {
     if (steps) steps->undo();
     if (settings) settings->undo();

@@ -9,6 +9,8 @@ kill, the restart repeats no more steps than were made since the last save in me
 run is through, its checkpoint must have the bits of a run without kills, and no folder may be left in memory.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
@@ -33,6 +36,10 @@ OPTIONS |= {"eval-every": 1000000, "eval-sequences": 2, "sample-tokens": 0, "ste
 OPTIONS |= {"memory-every": EVERY, "resume": "auto"}
 MOST_STEPS_BEFORE_KILL = 12
 PATIENCE = 300.0
+
+
+if TYPE_CHECKING:
+    from harness.hosts import Hosts
 
 
 class Violation(Exception):
@@ -60,7 +67,7 @@ def children_of(pid: int) -> list[int]:
 class Attempt:
     """The ranks of one start."""
 
-    def __init__(self, survive: "Survive", run: Path) -> None:
+    def __init__(self, survive: Survive, run: Path) -> None:
         self.run = run
         self.output = run.parent / f"{run.name}.out"
         self.ranks = []
@@ -123,7 +130,7 @@ class Survive:
         self.random = random.Random(arguments.seed)
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"the quick brown fox {i % 7}\n" for i in range(2000)))
-        self.network = None
+        self.network: Hosts | None = None
         self.seconds: list[float] = []
         self.most_repeated = self.runs = self.from_the_beginning = 0
 
@@ -137,12 +144,18 @@ class Survive:
         """A run to its end, with kills of hosts (True) and of ranks. Returns the kills that are left."""
         run = self.folder / name
         attempt, begins = Attempt(self, run), 1
+        has_copies = True
         while kills:
             _, resumed, last = attempt.seen()
-            if not attempt.wait_for_step(begins, max(resumed, last) + self.random.randrange(1, MOST_STEPS_BEFORE_KILL)):
+            of_host = kills[0]
+            # After the loss of a host, the other one has the only files, until the next step in memory is complete.
+            least = 1 if has_copies or not of_host else 2 * EVERY + 1
+            if not attempt.wait_for_step(
+                begins, max(resumed, last) + self.random.randrange(least, MOST_STEPS_BEFORE_KILL)
+            ):
                 break
             time.sleep(self.random.uniform(0, 0.02))
-            of_host = kills[0]
+            has_copies = has_copies or attempt.seen()[2] > attempt.seen()[1] + 2 * EVERY
             host = self.random.randrange(HOSTS)
             one = self.random.randrange(RANKS)
             first = host * RANKS_PER_HOST
@@ -156,6 +169,7 @@ class Survive:
                 break
             del kills[0]
             if of_host:
+                has_copies = False
                 shutil.rmtree(self.memory(run, host), ignore_errors=True)
             attempt, begins = Attempt(self, run), begins + 1
             made = attempt.wait_for_step(begins, 1)

@@ -220,8 +220,8 @@ def load_latest(
     options = _Options(
         strict, rename, ignore, model_prefix, optimizer_prefix, check_first, optimizer_settings, rng, grad_scaler
     )
-    folders = as_folders(folder)
     optimizers = _checked(model, optimizer, on_phase)
+    folders = as_folders(folder)
     # Ranks of different hosts send each other parts over connections between hosts' memories.
     together = CheckpointRanks(model, process_group, own=len(folders) > 1)
     loaded: list[Loaded] = []

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def test_two_ranks_learn_a_text(tmp_path: Path, text: Path) -> None:
         times = {name.removeprefix("times/"): value for name, value in row.items() if name.startswith("times/")}
         assert times["steps"] == steps
         assert 0 < times["exposed_ms"] < times["step_ms"]
-        assert sum(value for name, value in times.items() if name.startswith("waits/")) == pytest.approx(times["exposed_ms"])
+        assert sum(value for name, value in times.items() if name.startswith("waits/")) == pytest.approx(
+            times["exposed_ms"]
+        )
     error = end_at_once(tmp_path, "--data", text, "--folder", run)
     assert f"--folder {run} holds a run: go on with --resume" in error
     assert len(rows(run)) == 3
@@ -97,6 +100,38 @@ def test_tensorboard_has_the_numbers_of_the_log(tmp_path: Path, text: Path) -> N
     for name in names:
         shown = [(event.step, event.value) for event in board.Scalars(name)]
         assert shown == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in logged if name in row]
+
+
+def ranks_of(torchrun: int) -> list[int]:
+    found = subprocess.run(["ps", "--ppid", str(torchrun), "-o", "pid="], capture_output=True, text=True, check=False)
+    return [int(rank) for rank in found.stdout.split()]
+
+
+def test_a_rank_that_is_killed_goes_on_from_memory(tmp_path: Path, text: Path) -> None:
+    """By torchrun's restarts, twice; nothing is on the disk before the end."""
+    common = ("--data", text, "--layers", 1, "--steps", 12, "--save-every", 1000)
+    train(tmp_path, *common, "--folder", "whole")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
+        memory = Path(shm, "run")
+        command = [*COMMAND[:-1], "--max-restarts", "3", str(EXAMPLE), *(str(word) for word in common)]
+        command += ["--folder", "killed", "--memory", str(memory), "--memory-every", "2"]
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (
+            (tmp_path / "out").open("w") as out,
+            subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=out) as process,
+        ):
+            for rank, step in enumerate((4, 8)):
+                while process.poll() is None and not (memory / f"step-{step}").exists():
+                    time.sleep(0.002)
+                os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
+            assert process.wait(timeout=240) == 0, (tmp_path / "out").read_text()
+        assert os.listdir(shm) == [], "nothing is left in memory"
+    output = (tmp_path / "out").read_text()
+    steps = [int(step) for step in re.findall(r"goes on after step (\d+), from memory of this host", output)]
+    assert len(steps) == 2, output
+    assert steps[0] >= 4
+    assert steps[1] >= 8
+    assert rows(tmp_path / "killed")[-1] == rows(tmp_path / "whole")[-1]
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_nothing_had_happened(tmp_path: Path, text: Path) -> None:
