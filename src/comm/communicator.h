@@ -51,7 +51,8 @@ struct GatherPart {
 /// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
 /// fp32 (fp64 for double) pairwise in the order of the ranks, and is then, if `rounded`, rounded to unreduced's dtype. `unreduced` and
 /// `staging` must stay alive and untouched until wait() returned. `sum_dtype` is for a communicator whose sums run in the dtype of what it
-/// sends: if given, it converts `unreduced` to it first.
+/// sends: if given, it converts `unreduced` to it first. `gives`, the same on all ranks and in all parts, has the ranks whose gradients
+/// count; empty: all. The others count as zero: their `unreduced` has the size and dtype, is not read, and needs no memory.
 struct ReducePart {
   at::Tensor unreduced;
   at::Tensor staging;
@@ -59,6 +60,7 @@ struct ReducePart {
   bool accumulate = false;
   bool rounded = false;
   std::optional<at::ScalarType> sum_dtype = {};
+  std::vector<bool> gives = {};
 };
 
 /// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root reads, has the data for each rank: as many

@@ -1,6 +1,7 @@
 #include "comm/parts.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/TensorOptions.h>
 
 #include <algorithm>
@@ -59,6 +60,9 @@ std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& 
     if (part.unreduced.numel() != communicator.size() * numel) {
       throw_misfit(kOperation, "unreduced has " + std::to_string(part.unreduced.numel()) + " elements, but " +
                                    std::to_string(communicator.size()) + " shards have " + std::to_string(communicator.size() * numel));
+    }
+    if (!part.gives.empty() && part.gives.size() != static_cast<std::size_t>(communicator.size())) {
+      throw_misfit(kOperation, std::to_string(part.gives.size()) + " flags for " + std::to_string(communicator.size()) + " ranks");
     }
     const std::int64_t staging = communicator.staging_numel(numel, part.unreduced.scalar_type());
     if (staging > 0) {
@@ -134,7 +138,10 @@ std::uint64_t sizes_of(std::span<const GatherPart> parts) {
 
 std::uint64_t sizes_of(std::span<const ReducePart> parts) {
   std::uint64_t hash = parts.size();
-  for (const ReducePart& part : parts) hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
+  for (const ReducePart& part : parts) {
+    hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
+    for (const bool one : part.gives) hash = mix(hash, one ? 1 : 0);
+  }
   return hash;
 }
 
@@ -145,6 +152,14 @@ std::uint64_t sizes_of(std::span<const UnevenPart> parts, const std::vector<bool
   }
   for (const bool one : receives) hash = mix(hash, one ? 1 : 0);
   return hash;
+}
+
+bool gives(std::span<const ReducePart> parts, int rank) {
+  return parts.empty() || parts.front().gives.empty() || parts.front().gives[static_cast<std::size_t>(rank)];
+}
+
+at::Tensor unreduced_or_zeros(const ReducePart& part, int rank) {
+  return gives({&part, 1}, rank) ? part.unreduced : at::zeros({part.unreduced.numel()}, part.unreduced.options());
 }
 
 bool overlaps(const at::Tensor& a, const at::Tensor& b) {

@@ -25,6 +25,11 @@ std::uint64_t sizes_of(std::span<const GatherPart> parts);
 std::uint64_t sizes_of(std::span<const ReducePart> parts);
 std::uint64_t sizes_of(std::span<const UnevenPart> parts, const std::vector<bool>& receives);
 
+/// Whether the gradients of `rank` count in a reduction of these parts.
+bool gives(std::span<const ReducePart> parts, int rank);
+/// Zeros in place of `unreduced`, on a rank whose gradients do not count.
+at::Tensor unreduced_or_zeros(const ReducePart& part, int rank);
+
 /// Whether two tensors, each dense, share memory.
 bool overlaps(const at::Tensor& a, const at::Tensor& b);
 

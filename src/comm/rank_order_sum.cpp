@@ -3,6 +3,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <string>
 #include <type_traits>
@@ -94,6 +95,23 @@ void sum(std::span<const void* const> sources, Out* out, std::int64_t numel, dou
                [&](std::int64_t first, std::int64_t last) { sum_range<E, Source>(sources, out, first, last, scale); });
 }
 
+/// A sum with sources that are null: chunk by chunk, with zeros in their place.
+void sum_with_zeros(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
+                    std::int64_t numel, const SumEnd& end) {
+  static constexpr std::array<double, kChunk> kZeros{};
+  parallel_for(numel, kWorthAThread, [&](std::int64_t first, std::int64_t last) {
+    std::vector<const void*> chunk(sources.size());
+    for (std::int64_t begin = first; begin < last; begin += kChunk) {
+      const auto offset = [begin](at::ScalarType dtype) { return begin * static_cast<std::int64_t>(elementSize(dtype)); };
+      for (std::size_t k = 0; k < sources.size(); ++k) {
+        chunk[k] = kZeros.data();
+        if (sources[k] != nullptr) chunk[k] = static_cast<const char*>(sources[k]) + offset(source_dtype);
+      }
+      rank_order_sum(chunk, source_dtype, static_cast<char*>(out) + offset(out_dtype), out_dtype, std::min(kChunk, last - begin), end);
+    }
+  });
+}
+
 /// By what is rounded in the end: nothing where the output has no more digits than that.
 template <bool kAccumulate, typename Source, typename Out>
 void sum_rounded(std::span<const void* const> sources, Out* out, std::int64_t numel, double scale, Rounding rounding) {
@@ -131,6 +149,9 @@ void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_
                     std::int64_t numel, const SumEnd& end) {
   check_summable(source_dtype);
   check_summable(out_dtype);
+  if (std::find(sources.begin(), sources.end(), nullptr) != sources.end()) {
+    return sum_with_zeros(sources, source_dtype, out, out_dtype, numel, end);
+  }
   const auto rounding = rounding_of(source_dtype, out_dtype, end);
   if (sources.size() == 1 && sources.front() == out && changes_nothing(source_dtype, out_dtype, end)) return;
   with_real_type(source_dtype, [&](auto source) {

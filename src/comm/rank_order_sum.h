@@ -52,7 +52,7 @@ struct RankOrderSum {
 void rank_order_sums(std::span<const RankOrderSum> sums);
 void rank_order_sum(std::span<const at::Tensor> sources, const at::Tensor& out, const SumEnd& end);
 
-/// Computes a sum of raw memory on the CPU: each source points to `numel` elements of `source_dtype`.
+/// Computes a sum of raw memory on the CPU: each source points to `numel` elements of `source_dtype`, or is null and counts as zeros.
 void rank_order_sum(std::span<const void* const> sources, at::ScalarType source_dtype, void* out, at::ScalarType out_dtype,
                     std::int64_t numel, const SumEnd& end);
 

@@ -22,7 +22,7 @@ std::unique_ptr<comm::Pending> FakeCommunicator::reduce_scatter(std::span<const 
                                                                 const comm::Label& label) {
   for (const auto& part : parts) {
     const auto numel = part.out.numel();
-    const std::array<at::Tensor, 1> own = {comm::flat_view(part.unreduced, rank() * numel, numel)};
+    const std::array<at::Tensor, 1> own = {comm::flat_view(comm::unreduced_or_zeros(part, rank()), rank() * numel, numel)};
     comm::rank_order_sum(own, part.out, comm::sum_end(part, scale));
   }
   return NullCommunicator::reduce_scatter(parts, scale, label);

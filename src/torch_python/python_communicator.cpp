@@ -146,7 +146,8 @@ std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<cons
   for (const auto& part : given) {
     if (part.out.numel() == 0) continue;
     parts.push_back(part);
-    if (part.sum_dtype) parts.back().unreduced = part.unreduced.to(*part.sum_dtype);
+    parts.back().unreduced = comm::unreduced_or_zeros(part, rank_);
+    if (part.sum_dtype) parts.back().unreduced = parts.back().unreduced.to(*part.sum_dtype);
   }
   const auto deliver = [scale](const comm::ReducePart& part, const at::Tensor& sum) {
     auto result = sum.to(part.out.scalar_type()).mul(scale);

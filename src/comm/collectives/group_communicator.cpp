@@ -329,7 +329,8 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   const std::int64_t bytes = check_parts(parts, *this);
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
-  const auto [wire, shared_memory] = sent(bytes, summed_bytes(parts));
+  const bool sends = sends_zeros() || gives(parts, rank());
+  const auto [wire, shared_memory] = sends ? sent(bytes, summed_bytes(parts)) : Sent{};
   stats_.reduce_scatter_bytes += wire + shared_memory;
   stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;

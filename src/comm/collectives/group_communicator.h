@@ -92,6 +92,8 @@ class GroupCommunicator : public Communicator {
   virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                      int root) = 0;
 
+  /// Whether a rank whose gradients do not count in a reduction sends zeros.
+  virtual bool sends_zeros() const { return false; }
   /// See Traffic::sent.
   virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const = 0;
 

@@ -73,7 +73,10 @@ class NativeReduce final : public GroupPending {
  public:
   NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
                std::shared_ptr<TwoLevelSum> levels)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), levels_(std::move(levels)) {}
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), levels_(std::move(levels)) {
+    // The backend's collectives take as much of every rank.
+    for (ReducePart& part : parts_) part.unreduced = unreduced_or_zeros(part, group_->row.rank);
+  }
   ~NativeReduce() override { settle(); }
 
  protected:
@@ -170,7 +173,7 @@ class NativeReduce final : public GroupPending {
     return in_place ? flat_view(part.out, 0, part.out.numel()) : flat_view(part.staging, 0, part.out.numel());
   }
 
-  const std::vector<ReducePart> parts_;
+  std::vector<ReducePart> parts_;
   const double scale_;
   const std::shared_ptr<TwoLevelSum> levels_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;

@@ -37,7 +37,7 @@ class PairwisePending : public GroupPending {
         packed_(bytes, group_->row.size()),
         together_(tags::data(call_, bytes.size())) {}
 
-  /// Posts all receives. `place(i, peer)` is where the peer's message with part i belongs.
+  /// Posts the receives from all ranks that send. `place(i, peer)` is where the peer's message with part i belongs.
   template <typename Place>
   void receive(const Place& place) {
     const Row& row = group_->row;
@@ -47,17 +47,18 @@ class PairwisePending : public GroupPending {
       received_ = bytes_for(packed_, row.size());
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
-        transfers_.receive(flat_view(received_, peer * packed_.bytes(), packed_.bytes()), peer, together_);
+        if (sends(peer)) transfers_.receive(flat_view(received_, peer * packed_.bytes(), packed_.bytes()), peer, together_);
       }
     }
     for (const auto i : packed_.alone()) {
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_source(row, k);
-        transfers_.receive(place(i, peer), peer, tags::data(call_, i));
+        if (sends(peer)) transfers_.receive(place(i, peer), peer, tags::data(call_, i));
       }
     }
   }
   void forget() noexcept override { transfers_.forget(); }
+  virtual bool sends(int rank) const { return true; }
 
   Transfers transfers_;
   const PackedParts packed_;
@@ -131,6 +132,7 @@ class PairwiseReduce final : public PairwisePending {
       const std::int64_t numel = parts_[i].out.numel();
       return flat_view(parts_[i].staging, staging_slot(peer) * numel, numel);
     });
+    if (!sends(row.rank)) return;
     if (packed_.bytes() > 0) {
       sent_ = bytes_for(packed_, row.size());
       for (int k = 1; k < row.size(); ++k) {
@@ -153,8 +155,8 @@ class PairwiseReduce final : public PairwisePending {
 
   // Sums each part as soon as it has arrived, while later parts are still being sent.
   void finish() override {
-    const Row& row = group_->row;
-    const auto peers = static_cast<std::size_t>(row.size() - 1);
+    std::size_t peers = 0;
+    for (int rank = 0; rank < group_->row.size(); ++rank) peers += rank != group_->row.rank && sends(rank) ? 1 : 0;
     std::size_t receives = 0;
     if (packed_.bytes() > 0) {
       transfers_.wait_receives(receives += peers);
@@ -171,6 +173,7 @@ class PairwiseReduce final : public PairwisePending {
     }
     transfers_.wait_sends();
   }
+  bool sends(int rank) const override { return gives(parts_, rank); }
 
  private:
   // Staging holds the peers' parts in rank order, without a hole for this rank's.
@@ -189,7 +192,9 @@ class PairwiseReduce final : public PairwisePending {
   void sum(const ReducePart& part, const FromPeer& from_peer) {
     const int own = group_->row.rank;
     for (int rank = 0; rank < group_->row.size(); ++rank) {
-      sources_[static_cast<std::size_t>(rank)] = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
+      const void* source = nullptr;  // zeros
+      if (sends(rank)) source = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
+      sources_[static_cast<std::size_t>(rank)] = source;
     }
     rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(),
                    sum_end(part, scale_));

@@ -335,7 +335,11 @@ class SharedReduce final : public SharedPending {
     }
     std::vector<ByteRange> ranges;
     for (const ReducePart& part : parts_) {
-      ranges.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
+      if (!gives(parts_, row().rank)) {
+        ranges.push_back({.data = nullptr, .bytes = 0});
+      } else {
+        ranges.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
+      }
     }
     offer(ranges);
     begin_waiting();
@@ -395,6 +399,8 @@ class SharedReduce final : public SharedPending {
       const std::int64_t begin = bytes / row().size() * equal_on(host);
       for (int neighbour = 0; neighbour < shared_.size(); ++neighbour) {
         const auto n = static_cast<std::size_t>(neighbour);
+        neighbours[n] = nullptr;  // zeros
+        if (!gives(parts_, shared_.first() + neighbour)) continue;
         neighbours[n] = neighbour == shared_.rank() ? static_cast<const char*>(part.unreduced.const_data_ptr()) + begin
                                                     : shared_.part_of(neighbour, offsets_[n], i, bytes) + begin;
       }

@@ -73,6 +73,10 @@ TEST_P(NativeCommunicatorOfSize, SumsNarrowDtypesInRankOrder) {
   });
 }
 
+TEST_P(NativeCommunicatorOfSize, RanksThatGiveNothingCountAsZero) {
+  run_ranks(GetParam(), [] { testing::check_reductions_of_some(*native_world(), kSummedHere, /*sends_zeros=*/true); });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, NativeCommunicatorOfSize, ::testing::Values(1, 2, 3));
 
 TEST(NativeCommunicator, LetsTheBackendSumWideDtypes) {

@@ -14,6 +14,7 @@ namespace fsdp::comm {
 namespace pairwise_communicator_test {
 
 using testing::check_many_in_flight;
+using testing::check_reductions_of_some;
 using testing::Gather;
 using testing::kGather;
 using testing::kReduce;
@@ -62,6 +63,10 @@ TEST_P(PairwiseCommunicatorOfSize, ReduceScattersPiecesOfAllDtypes) {
     pending->wait();  // Accumulates once.
     reduce.check();
   });
+}
+
+TEST_P(PairwiseCommunicatorOfSize, RanksThatGiveNothingCountAsZero) {
+  run_ranks(GetParam(), [] { check_reductions_of_some(*world(), kMixed); });
 }
 
 TEST_P(PairwiseCommunicatorOfSize, SendsEachByteOnceToEachPeer) {

@@ -21,6 +21,7 @@ namespace fsdp::comm {
 namespace shared_communicator_test {
 
 using testing::check_many_in_flight;
+using testing::check_reductions_of_some;
 using testing::Gather;
 using testing::has;
 using testing::in_heap;
@@ -97,6 +98,10 @@ TEST_P(SharedCommunicatorOfSize, ReducesFromInsideAndOutsideOfTheHeap) {
     }
     EXPECT_EQ(communicator->stats().shared_memory_bytes, 3 * (communicator->size() - 1) * bytes_of(kMixed));
   });
+}
+
+TEST_P(SharedCommunicatorOfSize, RanksThatGiveNothingCountAsZero) {
+  run_ranks(GetParam(), [] { check_reductions_of_some(*world(), kMixed); });
 }
 
 // Shards that are written past the caches.

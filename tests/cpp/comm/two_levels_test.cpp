@@ -162,6 +162,14 @@ TEST_P(TwoLevels, ReducesInTheOrderOfTheHosts) {
   });
 }
 
+TEST(TwoLevelsOfTwo, RanksThatGiveNothingCountAsZero) {
+  if (!can_pretend_hosts()) GTEST_SKIP() << "this system refuses mount namespaces";
+  run_ranks(4, [](int rank) {
+    pretend_hosts(rank, 2);
+    testing::check_reductions_of_some(*world(), kMixed);
+  });
+}
+
 // More than a mailbox has room for, on two communicators, waited for in another order on each rank.
 TEST_P(TwoLevels, ManyCollectivesMayBeInFlight) {
   run([](int) {

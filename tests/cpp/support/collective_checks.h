@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -136,9 +137,10 @@ struct Scatter {
   std::vector<at::Tensor> expected;
 };
 
-/// Buffers of a reduce-scatter, and what should be in `out`.
+/// Buffers of a reduce-scatter, and what should be in `out`. `gives`: as in ReducePart; a rank that does not give has NaN.
 struct Reduce {
-  Reduce(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, double scale) {
+  Reduce(const comm::Communicator& communicator, const std::vector<PieceShape>& shapes, std::int64_t seed, double scale,
+         const std::vector<bool>& gives = {}) {
     const int size = communicator.size();
     const int own = communicator.rank();
     for (std::size_t i = 0; i < shapes.size(); ++i) {
@@ -146,8 +148,10 @@ struct Reduce {
       std::vector<at::Tensor> sources;
       at::Tensor unreduced;
       for (int r = 0; r < size; ++r) {
-        const at::Tensor of_rank = numbers(size * numel, seed + 1000 * static_cast<std::int64_t>(i) + r, dtype);
-        if (r == own) unreduced = of_rank;
+        at::Tensor of_rank = numbers(size * numel, seed + 1000 * static_cast<std::int64_t>(i) + r, dtype);
+        const bool counts = gives.empty() || gives[static_cast<std::size_t>(r)];
+        if (r == own) unreduced = counts ? of_rank : at::full_like(of_rank, std::nan(""));
+        if (!counts) of_rank = at::zeros_like(of_rank);
         sources.push_back(of_rank.narrow(0, own * numel, numel));
       }
       const at::Tensor out = numbers(numel, seed - 1, out_dtype);
@@ -155,7 +159,10 @@ struct Reduce {
       parts.push_back({.unreduced = unreduced,
                        .staging = at::empty({communicator.staging_numel(numel, dtype)}, dtype),
                        .out = out,
-                       .accumulate = accumulate});
+                       .accumulate = accumulate,
+                       .rounded = false,
+                       .sum_dtype = {},
+                       .gives = gives});
     }
   }
 
@@ -166,6 +173,25 @@ struct Reduce {
   std::vector<comm::ReducePart> parts;
   std::vector<at::Tensor> expected;
 };
+
+/// Reductions to which all ranks but the last give, the last one alone, every other one, and none.
+inline void check_reductions_of_some(comm::Communicator& communicator, const std::vector<PieceShape>& shapes, bool sends_zeros = false) {
+  const auto size = static_cast<std::size_t>(communicator.size());
+  std::vector<std::vector<bool>> sets(4, std::vector<bool>(size));
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    sets[0][rank] = rank != size - 1;
+    sets[1][rank] = rank == size - 1;
+    sets[2][rank] = rank % 2 == 0;
+  }
+  for (const auto& gives : sets) {
+    communicator.reset_stats();
+    Reduce reduce(communicator, shapes, 5, 1.0 / 3, gives);
+    communicator.reduce_scatter(reduce.parts, 1.0 / 3, kReduce)->wait();
+    reduce.check();
+    const bool sends = size > 1 && (sends_zeros || gives[static_cast<std::size_t>(communicator.rank())]);
+    EXPECT_EQ(communicator.stats().reduce_scatter_bytes > 0, sends);
+  }
+}
 
 /// Collectives that are all in flight at once, 2 * `count` of them on two communicators of the same ranks, or on one and the same. Each
 /// rank waits for them in an order of its own. `in_rank_order`: whether these communicators' sums are, and so can be checked.

@@ -17,6 +17,7 @@
 
 #include "comm/communicator.h"
 #include "comm/mesh/device_mesh_state.h"
+#include "comm/parts.h"
 #include "fsdp/device_mesh.h"
 
 // A communicator that takes all the liberties that comm/communicator.h leaves it, and watches that its caller takes none.
@@ -65,11 +66,15 @@ class UnkindCommunicator final : public comm::Communicator {
     std::vector<comm::ReducePart> hidden;
     for (const comm::ReducePart& part : parts) {
       const at::Tensor old = part.out.clone();
-      const bool in_place = overlap(part.out, part.unreduced);
-      hidden.push_back({.unreduced = watch->source("unreduced", part.unreduced),
+      const bool gives = comm::gives({&part, 1}, rank());
+      const bool in_place = gives && overlap(part.out, part.unreduced);
+      hidden.push_back({.unreduced = gives ? watch->source("unreduced", part.unreduced) : part.unreduced,
                         .staging = part.staging.defined() ? at::empty_like(part.staging) : at::Tensor(),
                         .out = old,
-                        .accumulate = part.accumulate});
+                        .accumulate = part.accumulate,
+                        .rounded = part.rounded,
+                        .sum_dtype = part.sum_dtype,
+                        .gives = part.gives});
       if (part.staging.defined()) watch->destination("staging", part.staging, {});
       if (in_place) {
         watch->delivery(part.out, old);  // Until then it is a part of the source.
