@@ -3,6 +3,7 @@
 // All of libfsdp's C++ API.
 #include "fsdp/activation_checkpoint.h"  // activation checkpointing
 #include "fsdp/adamw_8bit.h"             // AdamW with 8-bit state
+#include "fsdp/attend.h"                 // modules that not all ranks use
 #include "fsdp/capture.h"                // a step as a graph of the device
 #include "fsdp/deferred_init.h"          // models built without allocating memory
 #include "fsdp/device_mesh.h"            // ranks, named mesh dimensions

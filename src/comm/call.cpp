@@ -78,7 +78,10 @@ Call make_call(std::uint64_t number, const Label& label, std::int64_t bytes, std
 std::string describe_divergence(const Call& a, int rank_a, const Call& b, int rank_b) {
   if (rank_b < rank_a) return describe_divergence(b, rank_b, a, rank_a);
   return "the ranks make different calls: rank " + std::to_string(rank_a) + ": " + describe(a, b) + "; rank " + std::to_string(rank_b) +
-         ": " + describe(b, a) + ". All ranks must run the same steps on the same units in the same order.";
+         ": " + describe(b, a) +
+         ". All ranks must run the same steps on the same units in the same order. If a rank has nothing for a module, call attend() of "
+         "the "
+         "module on every rank before it is used or skipped.";
 }
 
 }  // namespace fsdp::comm

@@ -116,7 +116,7 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   const auto last = unit.whole.last_backward;
   if (last == LastBackward::kGaveGradients) gatherer_.renew_extension(unit);
   if (last == LastBackward::kAccumulated) unit.whole.last_backward = LastBackward::kNone;
-  const bool kept = unit.whole.use == UseState::kKept;
+  const bool kept = unit.whole.use == UseState::kKept || unit.whole.use == UseState::kAttended;
   const auto& options = unit.options;
   if (!kept_is_outdated && (kept || !options.reshard_after_backward || options.after_forward == AfterForward::kAcrossForwards)) {
     if (!kept) set_use(unit, UseState::kUnused);
@@ -131,7 +131,9 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
 void Engine::begin_unit_forward(Unit& unit) {
   const auto lock = this->lock();
   for (Unit* caller : running_) {
-    if (!related(*caller, unit)) caller->place.called.push_back(&unit);
+    // Not all ranks run the modules of an attended unit, and all have to know the same relations.
+    const bool by_all = caller->whole.use != UseState::kAttended && unit.whole.use != UseState::kAttended;
+    if (by_all && !related(*caller, unit)) caller->place.called.push_back(&unit);
   }
   running_.push_back(&unit);
 }
@@ -147,7 +149,13 @@ void Engine::enter(std::span<Unit* const> units, Pass pass) {
   const auto lock = this->lock_for_use();
   guarded([&] {
     for (Unit* unit : units) {
-      if (!unit->whole.in_use(pass)) move_to(*unit, units, pass);
+      if (unit->whole.in_use(pass)) continue;
+      if (unit->attendance.skips && !unit->attendance.by_all) {
+        throw Error("rank " + std::to_string(options_.mesh.rank()) + " uses unit '" + unit->name +
+                    "', although it has called attend() with present = false for it, so that the other ranks do not wait for it; call "
+                    "attend() with present = true on this rank, and on all ranks before each use");
+      }
+      move_to(*unit, units, pass);
     }
   });
 }
@@ -200,6 +208,11 @@ void Engine::depart_to(Unit& destination, std::span<Unit* const> together, Pass 
       continue;
     }
     occupied_.erase(occupied_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (unit.whole.use == UseState::kAttended) {  // no backward follows
+      set_use(unit, UseState::kUnused);
+      gatherer_.evict(unit);
+      continue;
+    }
     // A unit that was pinned meanwhile stays.
     if (unit.whole.use == UseState::kInUse || unit.whole.use == UseState::kRepeated || unit.whole.use == UseState::kUnused) leave(unit);
   }
@@ -232,7 +245,7 @@ void Engine::read_ahead() {
   });
   for (const auto index : expected) {
     Unit& unit = *units_[index];
-    if (unit.state() != ParameterState::kSharded) continue;
+    if (unit.state() != ParameterState::kSharded || !may_gather_ahead(unit)) continue;
     gatherer_.start(unit);
     ahead_.push_back(&unit);
   }
@@ -242,7 +255,7 @@ void Engine::read_ahead() {
 void Engine::prefetch_listed(Unit& unit) {
   for (const auto index : unit.place.prefetch[static_cast<std::size_t>(schedule_.pass())]) {
     Unit& listed = *units_[index];
-    if (listed.state() == ParameterState::kPresent) continue;
+    if (listed.state() == ParameterState::kPresent || !may_gather_ahead(listed)) continue;
     gatherer_.start(listed);
     std::erase(ahead_, &listed);
     if (listed.whole.use != UseState::kPinned) set_use(listed, UseState::kListed);
@@ -273,6 +286,7 @@ void Engine::outdate_all(bool starts_shards) {
   main_parameters_.note_change();
   for (const auto& unit : units_) {
     set_use(*unit, UseState::kUnused);
+    unit->attendance.forget_forwards();
     gatherer_.outdate_copies(*unit);
   }
   forget_moves();
@@ -354,8 +368,12 @@ void Engine::end_backward() {
 void Engine::reshard_after_backward() {
   for (Unit* unit : ahead_) gatherer_.evict(*unit);
   for (const auto& unit : units_) {
-    if (unit->whole.use == UseState::kPinned) continue;
-    if (unit->options.reshard_after_backward || unit->whole.use == UseState::kListed) {
+    const bool attended = unit->whole.use == UseState::kAttended;
+    // Backwards of other forwards follow one after which gradients are not complete.
+    const bool is_last = facts_.is_last_backward && unit->options.requires_gradient_sync;
+    if (is_last) unit->attendance.forget_forwards();
+    if (unit->whole.use == UseState::kPinned || (attended && !is_last)) continue;
+    if (unit->options.reshard_after_backward || attended || unit->whole.use == UseState::kListed) {
       set_use(*unit, UseState::kUnused);
       gatherer_.evict(*unit);
     } else if (unit->whole.use != UseState::kKept) {
@@ -432,6 +450,7 @@ void Engine::unshard(Unit& unit, bool wait) {
 
 void Engine::reshard(Unit& unit) {
   const auto lock = this->lock();
+  unit.attendance = {.optional = unit.attendance.optional, .divides_by_present = unit.attendance.divides_by_present};
   guarded([&] { evict(unit); });
 }
 
@@ -459,6 +478,8 @@ void Engine::drop_backward() {
   for (const auto& unit : units_) {
     gatherer_.drop(*unit);
     set_use(*unit, UseState::kUnused);
+    unit->attendance.forget_forwards();
+    unit->attendance.gives = false;
     gatherer_.evict(*unit);
   }
   forget_moves();

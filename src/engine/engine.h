@@ -74,6 +74,13 @@ struct StepSettings {
   std::optional<BufferSources> buffer_sources = {};
 };
 
+/// What a rank says about units that not all ranks use: see Engine::attend.
+struct Attend {
+  bool present = true;             ///< This rank uses them in this forward.
+  bool divide_by_present = false;  ///< The same on all ranks.
+  bool backward_may_follow = true;
+};
+
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
 /// when backward leaves them. It knows neither modules nor languages: a trigger (paging, hooks) notifies it that a unit is about to be
 /// used, that a gradient is ready, and that backward has begun and ended.
@@ -136,6 +143,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Calls of users.
 
+  /// [Attendance is agreed] Call it on all ranks, in a forward, before any of them uses these units. Gathers them on the ranks that are
+  /// present, unless all are. Not within a backward: what its repeated forwards use stays gathered. Throws Error if the ranks'
+  /// `divide_by_present` differ, or the units have a gradient_divide_factor beside it.
+  void attend(std::span<Unit* const> units, const Attend& attend);
+
   /// Gathers the unit, which then stays [Pins last until use]. Without `wait`, the gather has only begun: a second call waits for it.
   void unshard(Unit& unit, bool wait);
   void reshard(Unit& unit);
@@ -157,6 +169,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void move_to(Unit& unit, std::span<Unit* const> together, Pass pass);
   void occupy(Unit& unit, Pass pass);
   void depart_to(Unit& destination, std::span<Unit* const> together, Pass pass);
+  void attend_together(std::span<Unit* const> units, const Attend& attend);
+  void gather_for(Unit& unit, std::vector<bool> receives);
+  static bool may_gather_ahead(const Unit& unit) { return !unit.attendance.optional || unit.attendance.by_all; }
   void refresh_locked(Unit& unit, bool kept_is_outdated);
   void leave(Unit& unit);
   void read_ahead();

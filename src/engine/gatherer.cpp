@@ -4,20 +4,33 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/after_error.h"
+#include "comm/parts.h"
 
 namespace fsdp::engine {
+namespace {
 
-void Gatherer::start(Unit& unit) {
+/// A part of a gather from all ranks to some. `full` is undefined on a rank that does not receive.
+comm::UnevenPart in_bytes(const at::Tensor& full, const at::Tensor& shard, std::size_t ranks) {
+  const auto bytes_of = [](const at::Tensor& tensor) { return comm::flat_view(tensor, 0, tensor.numel()).view(at::kByte); };
+  return {.whole = full.defined() ? bytes_of(full) : at::Tensor(),
+          .own = bytes_of(shard),
+          .bytes = std::vector<std::int64_t>(ranks, static_cast<std::int64_t>(shard.nbytes()))};
+}
+
+}  // namespace
+
+void Gatherer::start(Unit& unit, const std::vector<bool>& receives) {
   if (unit.state() != ParameterState::kSharded) return;
   RECORD_USER_SCOPE("FSDP::all_gather (" + unit.name + ")");
   const at::NoGradGuard no_grad;
   std::vector<comm::GatherPart> parts;
   if (unit.whole.extension) parts = unit.whole.extension->start();  // First: if it throws, nothing has begun.
   try {
-    begin(unit, std::move(parts));
+    begin(unit, std::move(parts), receives);
   } catch (...) {
     give_up(unit);
     throw;
@@ -26,7 +39,7 @@ void Gatherer::start(Unit& unit) {
 }
 
 /// `parts` are those of the unit's extension; the unit's other parts are added to them.
-void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
+void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts, const std::vector<bool>& receives) {
   if (!unit.replicated_parameters()) unit.whole.buffer.acquire(pools_.of_gathers(), memory::Kind::kGatheredParameters);
   if (unit.whole.post_forward.live()) {
     for (std::size_t k = 0; k < unit.whole.buffer.parts.size(); ++k)
@@ -35,13 +48,38 @@ void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts) {
     return;
   }
   unit.whole.wire.acquire(pools_.of_gathers(), memory::Kind::kCommunication);
-  if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+  bring_shards(unit);
   Copies conversions;
   for (std::size_t k = 0; k < unit.whole.buffer.parts.size(); ++k) {
     if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k, conversions));
   }
   conversions.run();
-  if (!unit.replicated_optimizer()) unit.whole.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
+  if (unit.replicated_optimizer()) return;
+  if (std::find(receives.begin(), receives.end(), false) == receives.end()) {
+    unit.whole.gather = unit.communicators.gather->all_gather(parts, unit.label("all-gather"));
+    return;
+  }
+  std::vector<comm::UnevenPart> uneven;
+  for (const auto& part : parts) uneven.push_back(in_bytes(part.full, part.shard, receives.size()));
+  unit.whole.gather = unit.communicators.gather->gather_uneven(uneven, receives, unit.label("all-gather"));
+}
+
+void Gatherer::give(Unit& unit, const std::vector<bool>& receives) {
+  if (unit.replicated_optimizer()) return;
+  const at::NoGradGuard no_grad;
+  std::vector<comm::UnevenPart> parts;
+  std::vector<at::Tensor> shards;
+  Copies conversions;
+  for (std::size_t k = 0; k < unit.whole.buffer.parts.size(); ++k) {
+    const auto place = [&] {
+      const auto dtype = unit.formats[k].gather ? at::kByte : unit.formats[k].compute;
+      return at::empty({unit.travelling_numel(k) * unit.main_pieces().count}, at::TensorOptions(dtype).device(device_));
+    };
+    shards.push_back(shard_to_send(unit, k, place, conversions));
+  }
+  conversions.run();
+  for (const auto& shard : shards) parts.push_back(in_bytes({}, shard, receives.size()));
+  unit.communicators.gather->gather_uneven(parts, receives, unit.label("all-gather"))->wait_unconfirmed();
 }
 
 /// Takes back the memory that begin() gave to a unit that stays sharded because of an exception, such as one from a user's gather format.
@@ -52,17 +90,25 @@ void Gatherer::give_up(Unit& unit) {
   if (!unit.replicated_parameters()) unit.whole.free();
 }
 
-/// Returns the part of the gather for sub-buffer k. This rank's main parameters are sent directly if possible; otherwise they are converted
-/// into their place in the gathered buffer.
+/// Returns the part of the gather for sub-buffer k.
 comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k, Copies& conversions) {
   const auto& format = unit.formats[k];
   const at::Tensor& full = format.gather ? unit.whole.wire.parts[k] : unit.whole.buffer.parts[k];
-  if (unit.options.outer_sharded_optimizer) return {.full = full, .shard = unit.shards.buffer.parts[k]};
+  const auto place = [&] { return region(full, unit.all_pieces(), unit.main_pieces()); };
   if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
-  if (format.gathers_main() && !unit.offloaded()) return {.full = full, .shard = unit.main.parts[k]};
-  const auto place = region(full, unit.all_pieces(), unit.main_pieces());
-  convert_main(unit, k, place, conversions);
-  return {.full = full, .shard = place};
+  return {.full = full, .shard = shard_to_send(unit, k, place, conversions)};
+}
+
+/// Returns this rank's main parameters of sub-buffer k in the form in which they are sent: where they lie, if possible; otherwise they are
+/// converted into `place()`.
+template <typename Place>
+at::Tensor Gatherer::shard_to_send(Unit& unit, std::size_t k, const Place& place, Copies& conversions) {
+  const auto& format = unit.formats[k];
+  if (unit.options.outer_sharded_optimizer) return unit.shards.buffer.parts[k];
+  if (format.gathers_main() && !unit.offloaded()) return unit.main.parts[k];
+  const auto converted = place();
+  convert_main(unit, k, converted, conversions);
+  return converted;
 }
 
 /// Adds to `conversions` the copy of the main parameters of sub-buffer k into `place`, in the form in which they are sent.

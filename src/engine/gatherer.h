@@ -27,8 +27,15 @@ class Gatherer {
   /// Null if there is no observer.
   void set_observer(StepObserver* observer) { observer_ = observer; }
 
-  /// Starts gathering the unit if it is sharded, and does nothing otherwise.
-  void start(Unit& unit);
+  /// Starts gathering the unit if it is sharded, and does nothing otherwise. `receives`: which ranks of the row do this; empty: all. The
+  /// others call give().
+  void start(Unit& unit, const std::vector<bool>& receives = {});
+  /// Sends this rank's shard to the ranks of the row that gather the unit, while it stays sharded on this one.
+  void give(Unit& unit, const std::vector<bool>& receives);
+  /// If the unit's gather needs a hop over the outer ranks first: makes it. Collective over the outer ranks.
+  void bring_shards(Unit& unit) {
+    if (unit.options.outer_sharded_optimizer) finish_shards(unit);
+  }
   /// Waits for the gather, and starts it first if necessary.
   void finish(Unit& unit);
   /// Called when forward has left the unit. If a memory budget keeps it, or keep_gathered_bytes has room for it, it stays gathered until
@@ -63,10 +70,12 @@ class Gatherer {
 
  private:
   comm::GatherPart part_to_gather(Unit& unit, std::size_t sub_buffer, Copies& conversions);
+  template <typename Place>
+  at::Tensor shard_to_send(Unit& unit, std::size_t sub_buffer, const Place& place, Copies& conversions);
   void convert_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place, Copies& conversions);
   void encode_main(Unit& unit, std::size_t sub_buffer, const at::Tensor& place);
   at::Tensor as_gathered(Unit& unit, std::size_t sub_buffer);
-  void begin(Unit& unit, std::vector<comm::GatherPart> parts);
+  void begin(Unit& unit, std::vector<comm::GatherPart> parts, const std::vector<bool>& receives);
   static void give_up(Unit& unit);
   void finish_shards(Unit& unit);
   static void await_shards(Unit& unit);

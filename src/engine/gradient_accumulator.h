@@ -14,6 +14,7 @@ namespace fsdp::engine {
 
 /// Where the unreduced gradients of a unit are. Transitions, all made by Reducer:
 ///   kNone -> kCollecting      the first gradient arrived, or backward leaves a unit to which this rank gives none
+///   kNone -> kReducing        the reduce-scatter was started, and this rank gives nothing to it [Attendance is agreed]
 ///   kCollecting -> kAddingUp  a gradient of a backward without synchronization arrived
 ///   kCollecting, kAddingUp -> kReducing  the reduce-scatter was started
 ///   kReducing -> kNone        the reduce-scatter completed: the main gradients, or a later hop of the reduction, have the result; the
@@ -136,6 +137,11 @@ struct GradientAccumulator {
   Buffer reduced_buffer;
 
   Departures departures;
+
+  /// [Attendance is agreed] Of the reduction at the end of this backward. The ranks of the row that have attended; empty: all, or the unit
+  /// is not optional.
+  std::vector<bool> gives;
+  std::int64_t givers = 0;  ///< The number of all ranks that have; 0 if the unit is not optional.
 
   /// [Usage is agreed] Whether the exchange at the end of the last backward found that it had gradients left to reduce.
   bool left_to_end = false;

@@ -256,13 +256,16 @@ void Reducer::finish() {
   for (const auto& gradients : gradients_) {
     const bool departed =
         gradients->departures.count >= gradients->departures.reduced_at && gradients->departures.reduced_at < kLastDeparture;
-    gradients->reduced_unasked = expects && gradients->left_to_end && !departed && gradients->unit.options.requires_gradient_sync;
+    gradients->reduced_unasked = expects && gradients->left_to_end && !departed && gradients->unit.options.requires_gradient_sync &&
+                                 !gradients->unit.attendance.optional;
     if (gradients->reduced_unasked) reduce_at_end(*gradients);
     collect_unexpected(*gradients);
   }
   std::unordered_set<const GradientAccumulator*> unreduced;
   for (const auto& group : neighbours) {
-    for (const auto* gradients : exchange_usage(group)) unreduced.insert(gradients);
+    const auto left = exchange_usage(group);
+    find_givers(left);
+    unreduced.insert(left.begin(), left.end());
   }
   for (const auto& gradients : gradients_) {
     const Unit& unit = gradients->unit;
@@ -273,11 +276,46 @@ void Reducer::finish() {
       begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
     gradients->arrived.copy();
+    if (unit.options.requires_gradient_sync) gradients->unit.attendance.gives = false;
+  }
+}
+
+/// [Attendance is agreed] Ranks that have not attended optional units have no gradients of them.
+void Reducer::find_givers(std::span<GradientAccumulator* const> unreduced) const {
+  std::vector<GradientAccumulator*> optional;
+  std::vector<std::uint8_t> mine;
+  for (auto* gradients : unreduced) {
+    if (!gradients->unit.attendance.optional) continue;
+    optional.push_back(gradients);
+    mine.push_back(gradients->collects() || gradients->unit.attendance.gives ? 1 : 0);
+  }
+  if (optional.empty()) return;
+  const Unit& first = optional.front()->unit;
+  const auto all = comm::Ranks({first.communicators.outer, first.communicators.reduce})
+                       .exchange(at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte),
+                                 first.label("exchange of which ranks give gradients"));
+  const auto* const of_ranks = all.const_data_ptr<std::uint8_t>();
+  const std::int64_t inner = first.communicators.reduce->size();
+  for (std::size_t k = 0; k < optional.size(); ++k) {
+    std::vector<bool> gives;
+    for (std::int64_t rank = 0; rank < all.size(0); ++rank)
+      gives.push_back(of_ranks[rank * all.size(1) + static_cast<std::int64_t>(k)] != 0);
+    optional[k]->givers = std::count(gives.begin(), gives.end(), true);
+    if (optional[k]->givers == all.size(0) || observer_ != nullptr) continue;  // An observer sees the gradients of all ranks.
+    const auto row = gives.begin() + first.communicators.outer_rank() * inner;
+    optional[k]->gives.assign(row, row + inner);
   }
 }
 
 void Reducer::reduce_at_end(GradientAccumulator& gradients) {
   if (under_way(gradients)) drain();  // It is reduced a second time, into what may be on its way.
+  if (!gradients.gives.empty() && !gradients.gives[static_cast<std::size_t>(gradients.unit.communicators.reduce->rank())]) {
+    const bool as_computed = gradients.computed && gradients.sent_in != SentIn::kWireDtype && !gradients.adds_up;
+    gradients.collected_in = as_computed ? CollectedIn::kComputed : CollectedIn::kWire;
+    agree_on_dtype(gradients);
+    while (inner_under_way() >= kLiveGradients) complete_oldest_inner();
+    return begin_inner(gradients, /*in_place=*/false);
+  }
   if (gradients.state == GradientState::kNone) acquire(gradients);
   reduce(gradients);
 }
@@ -325,8 +363,8 @@ void Reducer::reduce(GradientAccumulator& gradients) {
     buffer.release();
   }
   if (observer_ != nullptr) show_collected(gradients);
-  gradients.adds_up = false;
   if (aside_) {
+    gradients.adds_up = false;
     collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
     return release_unreduced(gradients);
   }
@@ -334,9 +372,15 @@ void Reducer::reduce(GradientAccumulator& gradients) {
   // addition before staging is freed.
   const bool in_place = gradients.state == GradientState::kAddingUp && !unit.communicators.outer && !unit.main_gradient.memory &&
                         !gradients.own_local && !unit.offloaded();
+  begin_inner(gradients, in_place);
+}
+
+void Reducer::begin_inner(GradientAccumulator& gradients, bool in_place) {
   gradients.state = GradientState::kReducing;
-  collecting_.erase(std::find(collecting_.begin(), collecting_.end(), &gradients));
-  begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = unit.options.requires_all_reduce, .in_place = in_place});
+  gradients.adds_up = false;
+  std::erase(collecting_, &gradients);
+  const bool over_outer = gradients.unit.options.requires_all_reduce;
+  begin({.gradients = &gradients, .hop = Hop::kInnerReduce, .over_outer = over_outer, .in_place = in_place});
   if (!overlaps_) drain();
 }
 
@@ -350,7 +394,9 @@ void Reducer::agree_on_dtype(GradientAccumulator& gradients) {
                             .agree(as_computed, unit.label("agreement on the dtype in which gradients are sent"));
     gradients.sent_in = agreed ? SentIn::kComputeDtype : SentIn::kWireDtype;
   }
-  if (as_computed && gradients.sent_in == SentIn::kWireDtype) convert_collected(gradients);
+  if (!as_computed || gradients.sent_in != SentIn::kWireDtype) return;
+  if (gradients.collects()) return convert_collected(gradients);
+  gradients.collected_in = CollectedIn::kWire;  // This rank gives none.
 }
 
 void Reducer::show_collected(const GradientAccumulator& gradients) {
@@ -445,6 +491,8 @@ void Reducer::release_unreduced(GradientAccumulator& gradients) {
   if (gradients.computed) gradients.computed->release();
   gradients.staging.release();
   gradients.computed_staging.release();
+  gradients.gives.clear();
+  gradients.givers = 0;
   gradients.state = GradientState::kNone;
 }
 

@@ -135,6 +135,7 @@ class Reducer {
   void acquire(GradientAccumulator& gradients);
   void acquire_buffer(GradientAccumulator& gradients, CollectedIn collected_in);
   void convert_collected(GradientAccumulator& gradients);
+  void find_givers(std::span<GradientAccumulator* const> unreduced) const;
   void collect_unexpected(GradientAccumulator& gradients);
   void agree_on_dtype(GradientAccumulator& gradients);
   void allocate_main_gradient(Unit& unit);
@@ -144,6 +145,7 @@ class Reducer {
   void reduce(GradientAccumulator& gradients);
   void show_collected(const GradientAccumulator& gradients);
   void reduce_at_end(GradientAccumulator& gradients);
+  void begin_inner(GradientAccumulator& gradients, bool in_place);
   void begin(Reduction reduction);
   void start(Reduction& reduction);
   std::unique_ptr<comm::Pending> reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place);

@@ -61,11 +61,13 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
                                        : inner_region(gradients, k),
                      .accumulate = accumulate,
                      .rounded = !has_outer && unit.formats[k].rounds_sums && unreduced.scalar_type() == wire_dtype,
-                     .sum_dtype = wire_dtype});
+                     .sum_dtype = wire_dtype,
+                     .gives = gradients.gives});
   }
-  if (observer_ != nullptr)
-    observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.reduce, parts, unit.gradient_scale());
-  return unit.communicators.reduce->reduce_scatter(parts, unit.gradient_scale(), unit.label("reduce-scatter"));
+  const bool by_present = unit.attendance.divides_by_present && gradients.givers > 0;
+  const double scale = by_present ? 1.0 / static_cast<double>(gradients.givers) : unit.gradient_scale();
+  if (observer_ != nullptr) observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.reduce, parts, scale);
+  return unit.communicators.reduce->reduce_scatter(parts, scale, unit.label("reduce-scatter"));
 }
 
 /// Reduces `partial` into the main gradients, or into this replica's share of `partial`.

@@ -246,11 +246,12 @@ bool may_follow(UseState now, UseState next) {
     case UseState::kUnused:
     case UseState::kPinned:
     case UseState::kInUse:
+    case UseState::kAttended:
       return true;
     case UseState::kRepeated:
       return now != UseState::kInUse;
     case UseState::kListed:
-      return now != UseState::kInUse && now != UseState::kRepeated && now != UseState::kPinned;
+      return now != UseState::kInUse && now != UseState::kRepeated && now != UseState::kPinned && now != UseState::kAttended;
     case UseState::kLeft:
     case UseState::kKept:
       return now == UseState::kInUse || now == UseState::kRepeated || now == UseState::kUnused;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/attendance.h"
 #include "engine/buffer.h"
 #include "engine/gather_extension.h"
 #include "engine/schedule.h"
@@ -44,6 +45,7 @@ enum class ParameterState : std::uint8_t { kSharded, kGathering, kPresent };
 ///   kInUse, kRepeated -> kLeft, kKept   the computation has left it; also from kUnused, if forward was still in it when backward began
 ///   any -> kPinned           the user unsharded it
 ///   kUnused, kLeft, kKept -> kListed   gathered because a unit that lists it for prefetch was entered
+///   any -> kAttended         ranks have agreed that not all of them use it, and this one does [Attendance is agreed]
 ///   any -> kUnused           evicted, or the next pass began
 enum class UseState : std::uint8_t {
   kUnused,    ///< Not entered in this pass. If it is present, an earlier pass has left it gathered.
@@ -53,6 +55,7 @@ enum class UseState : std::uint8_t {
   kRepeated,  ///< Used by the forward that is repeated. The backward proper still has to enter it.
   kLeft,      ///< The computation has moved on. If it is present, an option keeps it.
   kKept,      ///< As kLeft, and present: chosen by a memory budget, or within keep_gathered_bytes.
+  kAttended,  ///< Gathered on this rank until the backward has ended. Using it is no move of the computation.
 };
 
 /// [Large parameters do not wait] Bytes of gradients, in the dtype of the computation, from which a sub-buffer of a unit that encloses
@@ -191,7 +194,7 @@ struct WholeParameters {
   /// True if entering the unit would change nothing. Any thread may call it.
   bool in_use(Pass pass) const {
     const auto now = use.load(std::memory_order_acquire);
-    return now == UseState::kInUse || (now == UseState::kRepeated && pass == Pass::kForward);
+    return now == UseState::kInUse || now == UseState::kAttended || (now == UseState::kRepeated && pass == Pass::kForward);
   }
   /// Detaches the memory of `buffer`, and gives it back to the pool if it came from there.
   void free();
@@ -259,6 +262,7 @@ struct Unit {
   InnerShards shards;
   UnitMain main;
   UnitMainGradient main_gradient;
+  Attendance attendance;
   /// The object that connects the unit with its trigger (paging or hooks); released with the unit.
   std::shared_ptr<void> trigger;
 

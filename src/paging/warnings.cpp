@@ -40,7 +40,7 @@ void warn_of_unused(engine::Engine& engine) {
     if (!unit->options.requires_gradient_sync || (unit->communicators.outer && !unit->options.requires_all_reduce)) return;
     for (const auto& parameter : unit->parameters) {
       any = any || parameter.has_gradient;
-      if (is_trained(parameter) && !parameter.has_gradient) unused.push_back(in_quotes(parameter.name));
+      if (is_trained(parameter) && !parameter.has_gradient && !unit->attendance.optional) unused.push_back(in_quotes(parameter.name));
     }
   }
   if (!any) return;

@@ -163,6 +163,65 @@ void dies() {
   check(findings->done == 2, "the others did not come to their end");
 }
 
+void uses_what_it_skips() {
+  run_all(2, [](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    fsdp::attend(*training.model, rank == 0);
+    const Parts promised = {"rank 1 uses unit '0'", "attend() with present = false", "on all ranks before each use"};
+    if (rank == 1) expect("rank 1", promised, [&] { loss_of(training.model); });
+    if (rank == 0) loss_of(training.model);
+    fsdp::attend(*training.model, true);  // as before
+    training.step();
+  });
+}
+
+void attends_after_the_use() {
+  expect_divergence(2, [](int rank, const fsdp::DeviceMesh&, Training& training) {
+    if (rank == 0) fsdp::attend(*training.model, true);
+    loss_of(training.model);
+    if (rank == 1) fsdp::attend(*training.model, true);
+  });
+}
+
+void skips_without_attending() {
+  run_all(2, [](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    training.step();
+    const Parts promised = {"the ranks make different calls: rank ",
+                            "call attend() of the module on every rank before it is used or skipped"};
+    expect<fsdp::CommError>("rank " + std::to_string(rank), promised, [&] {
+      auto x = training.model[0]->as<torch::nn::Linear>()->forward(at::ones({2, 4}));
+      if (rank == 0) x = training.model[2]->as<torch::nn::Linear>()->forward(x);
+      x.sum().backward();
+      mesh.sum(1);
+    });
+  });
+}
+
+void dies_while_it_is_absent() {
+  run(3, [](int rank) {
+    const auto mesh = make_mesh();
+    Training training(mesh);
+    const auto part = training.model->ptr(2);
+    for (int step = 0; rank < 2 || step < 1; ++step) {
+      const auto message = message_of<fsdp::CommError>([&] {
+        fsdp::attend(*part, rank < 2);
+        if (step == 1 && rank == 2) kill(getpid(), SIGKILL);
+        auto x = training.model[0]->as<torch::nn::Linear>()->forward(at::ones({2, 4}));
+        if (rank < 2) x = training.model[2]->as<torch::nn::Linear>()->forward(x);
+        x.sum().backward();
+      });
+      if (message == "no error" && step < 2) continue;
+      check(message.find("' on rank " + std::to_string(rank) + " of 3") != std::string::npos, message);
+      return;
+    }
+    kill(getpid(), SIGKILL);
+  });
+  check(findings->done == 2, "the others did not come to their end");
+}
+
 void stops() {
   run(2, [](int rank) {
     const auto mesh = make_mesh();
@@ -319,6 +378,10 @@ constexpr Adversary kAdversaries[] = {
     {"takes_another_branch", takes_another_branch},
     {"differs_in_an_option", differs_in_an_option},
     {"dies", dies},
+    {"uses_what_it_skips", uses_what_it_skips},
+    {"attends_after_the_use", attends_after_the_use},
+    {"skips_without_attending", skips_without_attending},
+    {"dies_while_it_is_absent", dies_while_it_is_absent},
     {"stops", stops},
     {"leaves_early", leaves_early},
     {"fails_alone", fails_alone},
