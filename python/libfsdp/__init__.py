@@ -26,6 +26,7 @@ from libfsdp._core.placement import ShardPlacementResult  # noqa: E402
 from libfsdp._core.precision import MixedPrecisionPolicy  # noqa: E402
 from libfsdp._core.sharding_options import Float8Blocks  # noqa: E402
 from libfsdp._core.warnings import may_miss_backward_hooks  # noqa: E402
+from libfsdp._fsdp2.attend import attend  # noqa: E402
 from libfsdp._fsdp2.fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
 from libfsdp._fsdp2.fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from libfsdp._fsdp2.install import install, installed, uninstall  # noqa: E402
@@ -105,6 +106,7 @@ __all__ = [
     "__version__",
     "adjust_memory_budget",
     "apply_changes",
+    "attend",
     "best",
     "best_checkpoint_interval",
     "clip_grad_norm_",

@@ -241,6 +241,14 @@ void bind_hooks(py::module_& module) {
       .def("on_backward_end", &ShownModel::on_backward_end)
       .def("with_other_parameters", &ShownModel::with_other_parameters)
       .def("begin_forward", &ShownModel::begin_forward)
+      .def(
+          "attend",
+          [](ShownModel& model, const std::vector<std::shared_ptr<ShownUnit>>& attended, bool present, bool divide_by_present) {
+            std::vector<engine::Unit*> units;
+            for (const auto& one : attended) units.push_back(&one->unit());
+            model.engine()->attend(units, {.present = present, .divide_by_present = divide_by_present});
+          },
+          kNoGil, py::arg("units"), py::kw_only(), py::arg("present"), py::arg("divide_by_present"))
       .def("take_writes", &ShownModel::take_writes, kNoGil)
       .def("end_forward", of_engine(&Engine::end_forward), kNoGil)
       .def("hide_after_backward", &ShownModel::hide_after_backward)
