@@ -15,6 +15,7 @@ PROGRAMS = Path(os.environ.get("FSDP_EXAMPLES", ROOT / "build" / "examples"))
 SHOWS = {
     "minimal": "",
     "hsdp": r"rank 0 of 4 holds 3\d\d of 641 parameters\n",
+    "attend": r"rank 0 skipped an expert \d+ times\n",
     "experts": r"trunk on 4 ranks, each expert on 2\n",
     "accumulation": r"step 50  loss \S+  gradient norm \S+  lr 0.001\d\d  reductions 2\n",
     "offload": r"bytes between steps: 0 on the device, \d{4,} of the host\n",

@@ -30,7 +30,7 @@ def call(name: str, function: str, *arguments: Any) -> Any:
     return getattr(example(name), function)(*arguments)
 
 
-@pytest.mark.parametrize(("name", "lines"), [("lora", 120), ("ema", 120), ("data_loader", 120), ("grpo", 150)])
+@pytest.mark.parametrize(("name", "lines"), [("lora", 120), ("ema", 120), ("attend", 120), ("data_loader", 120), ("grpo", 150)])
 def test_example_is_short(name: str, lines: int) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines
 
@@ -39,6 +39,12 @@ def test_lora_learns(ranks: StartRanks, tmp_path: Path) -> None:
     for losses in ranks(2).run(call, "lora", "train", str(tmp_path)):
         assert losses[-1] < losses[0] / 2
     assert (tmp_path / "additions" / ".metadata").exists()
+
+
+def test_a_tower_is_skipped_and_learns(ranks: StartRanks) -> None:
+    for losses, without in ranks(2).run(call, "attend", "train"):
+        assert losses[-1] < losses[0] / 1.5
+        assert 0 < without < len(losses)
 
 
 def test_the_average_of_weights_learns(ranks: StartRanks, tmp_path: Path) -> None:
