@@ -26,6 +26,11 @@ constexpr std::size_t kLiveGradients = 2;
 /// Bytes of a gradient up to which a GPU takes less time to copy it than a host to launch that. Larger ones are copied, and freed, at once.
 constexpr std::int64_t kCopiedTogether = std::int64_t{4} << 20;
 
+/// How many ranks reduce the gradients of a unit.
+std::int64_t ranks_of(const Unit& unit) {
+  return unit.communicators.reduce->size() * (unit.communicators.outer ? unit.communicators.outer->size() : 1);
+}
+
 /// The sub-buffers of a unit that are reduced together.
 std::vector<std::vector<std::size_t>> reduced_together(const Unit& unit) {
   std::vector<std::vector<std::size_t>> divided;
@@ -267,13 +272,26 @@ void Reducer::finish() {
     find_givers(left);
     unreduced.insert(left.begin(), left.end());
   }
+  // [Attendance is agreed] On some ranks of the model, nobody may have used a unit that has fewer ranks. Such units come last, and no hop
+  // of another reduction is left to begin with theirs.
+  std::vector<GradientAccumulator*> ordered;
+  std::int64_t all_ranks = 0;
   for (const auto& gradients : gradients_) {
+    ordered.push_back(gradients.get());
+    all_ranks = std::max(all_ranks, ranks_of(gradients->unit));
+  }
+  const auto last = std::stable_partition(ordered.begin(), ordered.end(), [&](const GradientAccumulator* gradients) {
+    return !gradients->unit.attendance.optional || ranks_of(gradients->unit) == all_ranks;
+  });
+  for (auto it = ordered.begin(); it != ordered.end(); ++it) {
+    auto* const gradients = *it;
     const Unit& unit = gradients->unit;
-    if (unreduced.contains(gradients.get())) {
+    if (it >= last) drain();
+    if (unreduced.contains(gradients)) {
       reduce_at_end(*gradients);
     } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->partial.is_held &&
                !under_way(*gradients)) {
-      begin({.gradients = gradients.get(), .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
+      begin({.gradients = gradients, .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
     }
     gradients->arrived.copy();
     if (unit.options.requires_gradient_sync) gradients->unit.attendance.gives = false;
