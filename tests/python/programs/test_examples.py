@@ -23,20 +23,6 @@ SHOWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        *((name, 120) for name in SHOWS),
-        ("finetune_llama", 120),
-        ("generate_llama", 120),
-        ("grpo", 150),
-        ("train_gpt", 150),
-    ],
-)
-def test_example_is_short(name: str, lines: int) -> None:
-    assert len((ROOT / "examples" / f"{name}.cpp").read_text().splitlines()) < lines
-
-
 def output_of(name: str) -> str:
     environment = {variable: value for variable, value in os.environ.items() if variable not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
