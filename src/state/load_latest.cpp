@@ -192,7 +192,9 @@ Taken take_newest(const std::vector<std::string>& folders, const CheckpointRanks
     return taken;
   }
   note_others(found, nullptr, taken.skipped);
-  const auto everywhere = joined(folders, ", ");
+  auto given = folders;
+  std::erase(given, std::string());  // no memory
+  const auto everywhere = joined(given, ", ");
   if (is_damaged) {
     throw Error("no checkpoint in " + everywhere +
                 " is intact; to start again, remove them or give another folder:" + lines(taken.skipped));
