@@ -53,7 +53,7 @@ def count(command: Sequence[str], case: ModelCase, steps: int, model: str) -> Co
                 stdin.flush()
                 replies.append(stdout.readline())
 
-            def watch(switch: str) -> None:  # What is watched takes fifty times as long.
+            def watch(switch: str) -> None:  # Counting makes the program fifty times as slow.
                 subprocess.run(("callgrind_control", "-i", switch, str(process.pid)), check=True, capture_output=True)
 
             replies = [stdout.readline()]

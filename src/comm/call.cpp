@@ -79,9 +79,8 @@ std::string describe_divergence(const Call& a, int rank_a, const Call& b, int ra
   if (rank_b < rank_a) return describe_divergence(b, rank_b, a, rank_a);
   return "the ranks make different calls: rank " + std::to_string(rank_a) + ": " + describe(a, b) + "; rank " + std::to_string(rank_b) +
          ": " + describe(b, a) +
-         ". All ranks must run the same steps on the same units in the same order. If a rank has nothing for a module, call attend() of "
-         "the "
-         "module on every rank before it is used or skipped.";
+         ". All ranks must run the same steps on the same units in the same order. If a rank has nothing for a module, call "
+         "attend() of the module on every rank before it is used or skipped.";
 }
 
 }  // namespace fsdp::comm

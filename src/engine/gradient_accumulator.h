@@ -138,10 +138,10 @@ struct GradientAccumulator {
 
   Departures departures;
 
-  /// [Attendance is agreed] Of the reduction at the end of this backward. The ranks of the row that have attended; empty: all, or the unit
-  /// is not optional.
+  /// [Attendance is agreed] By rank of the row: whether it has attended, so that its gradients count in the reduction at the end of this
+  /// backward. Empty if all have, or if the unit is not optional.
   std::vector<bool> gives;
-  std::int64_t givers = 0;  ///< The number of all ranks that have; 0 if the unit is not optional.
+  std::int64_t givers = 0;  ///< The number of ranks, over both dimensions, that have attended; 0 if the unit is not optional.
 
   /// [Usage is agreed] Whether the exchange at the end of the last backward found that it had gradients left to reduce.
   bool left_to_end = false;

@@ -272,30 +272,33 @@ void Reducer::finish() {
     find_givers(left);
     unreduced.insert(left.begin(), left.end());
   }
-  // [Attendance is agreed] On some ranks of the model, nobody may have used a unit that has fewer ranks. Such units come last, and no hop
-  // of another reduction is left to begin with theirs.
-  std::vector<GradientAccumulator*> ordered;
   std::int64_t all_ranks = 0;
+  for (const auto& gradients : gradients_) all_ranks = std::max(all_ranks, ranks_of(gradients->unit));
+  const auto comes_last = [&](const GradientAccumulator& gradients) {
+    return gradients.unit.attendance.optional && ranks_of(gradients.unit) < all_ranks;
+  };
   for (const auto& gradients : gradients_) {
-    ordered.push_back(gradients.get());
-    all_ranks = std::max(all_ranks, ranks_of(gradients->unit));
+    if (!comes_last(*gradients)) reduce_left(*gradients, unreduced.contains(gradients.get()));
   }
-  const auto last = std::stable_partition(ordered.begin(), ordered.end(), [&](const GradientAccumulator* gradients) {
-    return !gradients->unit.attendance.optional || ranks_of(gradients->unit) == all_ranks;
-  });
-  for (auto it = ordered.begin(); it != ordered.end(); ++it) {
-    auto* const gradients = *it;
-    const Unit& unit = gradients->unit;
-    if (it >= last) drain();
-    if (unreduced.contains(gradients)) {
-      reduce_at_end(*gradients);
-    } else if (unit.options.requires_gradient_sync && unit.options.requires_all_reduce && gradients->partial.is_held &&
-               !under_way(*gradients)) {
-      begin({.gradients = gradients, .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
-    }
-    gradients->arrived.copy();
-    if (unit.options.requires_gradient_sync) gradients->unit.attendance.gives = false;
+  // [Attendance is agreed] On some ranks of the model, nobody may have used a unit that has fewer ranks. No hop of another reduction may
+  // begin with that of such a unit.
+  for (const auto& gradients : gradients_) {
+    if (!comes_last(*gradients)) continue;
+    drain();
+    reduce_left(*gradients, unreduced.contains(gradients.get()));
   }
+}
+
+/// What the end of backward still has to reduce of these gradients.
+void Reducer::reduce_left(GradientAccumulator& gradients, bool is_unreduced) {
+  const auto& options = gradients.unit.options;
+  if (is_unreduced) {
+    reduce_at_end(gradients);
+  } else if (options.requires_gradient_sync && options.requires_all_reduce && gradients.partial.is_held && !under_way(gradients)) {
+    begin({.gradients = &gradients, .hop = Hop::kOuterReduce, .over_outer = true, .in_place = false});
+  }
+  gradients.arrived.copy();
+  if (options.requires_gradient_sync) gradients.unit.attendance.gives = false;
 }
 
 /// [Attendance is agreed] Ranks that have not attended optional units have no gradients of them.

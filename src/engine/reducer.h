@@ -145,6 +145,7 @@ class Reducer {
   void reduce(GradientAccumulator& gradients);
   void show_collected(const GradientAccumulator& gradients);
   void reduce_at_end(GradientAccumulator& gradients);
+  void reduce_left(GradientAccumulator& gradients, bool is_unreduced);
   void begin_inner(GradientAccumulator& gradients, bool in_place);
   void begin(Reduction reduction);
   void start(Reduction& reduction);

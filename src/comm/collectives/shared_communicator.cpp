@@ -334,12 +334,10 @@ class SharedReduce final : public SharedPending {
       }
     }
     std::vector<ByteRange> ranges;
+    const bool offers = gives(parts_, row().rank);
     for (const ReducePart& part : parts_) {
-      if (!gives(parts_, row().rank)) {
-        ranges.push_back({.data = nullptr, .bytes = 0});
-      } else {
-        ranges.push_back({.data = part.unreduced.const_data_ptr(), .bytes = static_cast<std::int64_t>(part.unreduced.nbytes())});
-      }
+      ranges.push_back({.data = offers ? part.unreduced.const_data_ptr() : nullptr,
+                        .bytes = offers ? static_cast<std::int64_t>(part.unreduced.nbytes()) : 0});
     }
     offer(ranges);
     begin_waiting();
