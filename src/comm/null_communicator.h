@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,8 +35,9 @@ class NullCommunicator : public Communicator {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  /// The smallest dtype takes the largest number of elements.
-  std::int64_t staging_numel(std::int64_t shard_numel) const override { return staging_numel(shard_numel, at::kHalf); }
+  std::int64_t staging_numel(std::int64_t shard_numel) const override {
+    return std::max(staging_numel(shard_numel, at::kHalf), staging_numel(shard_numel, at::kFloat));
+  }
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return size_ == 1 ? 0 : traffic_.staging_numel(shard_numel, wire_dtype);
   }

@@ -1,21 +1,31 @@
 #include "comm/traffic.h"
 
+#include <algorithm>
+
 #include "comm/rank_order_sum.h"
 
 namespace fsdp::comm {
 
-std::optional<TwoLevels> TwoLevels::of(int size, int ranks_per_host) {
-  if (ranks_per_host <= 2 || ranks_per_host == size) return std::nullopt;
-  return TwoLevels{.ranks = ranks_per_host, .hosts = size / ranks_per_host};
+SumLevels SumLevels::of(int size, int ranks_per_host, std::int64_t piece_staging) {
+  if (ranks_per_host <= 2 || ranks_per_host == size) return {.ranks = size, .piece_staging = piece_staging};
+  return {.ranks = ranks_per_host, .hosts = size / ranks_per_host, .piece_staging = piece_staging};
+}
+
+std::int64_t SumLevels::piece_numel(std::int64_t shard_numel) const {
+  constexpr std::int64_t kAligned = 16;  // Elements, so that kernels read pieces as they read whole shards.
+  // However many ranks there are, a message has at least 1/512 of a piece's staging.
+  const std::int64_t fits = piece_staging / std::max<std::int64_t>(staging_per_element(), 1);
+  const std::int64_t piece = std::max({fits, piece_staging / 512, kAligned}) / kAligned * kAligned;
+  return shard_numel <= 2 * piece ? shard_numel : piece;
 }
 
 bool backend_sums(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
-Traffic Traffic::by_messages(int size) { return {Way::kMessages, size, size, std::nullopt}; }
+Traffic Traffic::by_messages(int size) { return {Way::kMessages, size, size, {}}; }
 
-Traffic Traffic::by_shared_memory(int size, int ranks_per_host) { return {Way::kSharedMemory, size, size / ranks_per_host, std::nullopt}; }
+Traffic Traffic::by_shared_memory(int size, int ranks_per_host) { return {Way::kSharedMemory, size, size / ranks_per_host, {}}; }
 
-Traffic Traffic::by_backend(int size, std::optional<TwoLevels> levels) { return {Way::kBackend, size, size, levels}; }
+Traffic Traffic::by_backend(int size, const SumLevels& levels) { return {Way::kBackend, size, size, levels}; }
 
 std::int64_t Traffic::staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const {
   switch (way_) {
@@ -26,16 +36,16 @@ std::int64_t Traffic::staging_numel(std::int64_t shard_numel, at::ScalarType wir
       return (2 * hosts_ - 1) * shard_numel * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
     case Way::kBackend:
       if (backend_sums(wire_dtype)) return shard_numel;
-      return (levels_ ? levels_->staging_per_element() : size_) * shard_numel;
+      return levels_.staging_numel(shard_numel);
   }
   return 0;
 }
 
 Sent Traffic::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
   if (way_ == Way::kSharedMemory) return {.wire = (hosts_ - 1) * summed_bytes, .shared_memory = (size_ / hosts_ - 1) * hosts_ * bytes};
-  if (!levels_) return {.wire = (size_ - 1) * bytes};
+  if (!levels_.are_two()) return {.wire = (size_ - 1) * bytes};
   const std::int64_t narrow = summed_bytes - bytes;  // Their sums need twice as many.
-  return {.wire = (size_ - 1) * (bytes - narrow) + levels_->unreduced_per_element() * narrow + levels_->sums_per_element() * 2 * narrow};
+  return {.wire = (size_ - 1) * (bytes - narrow) + levels_.unreduced_per_element() * narrow + levels_.sums_per_element() * 2 * narrow};
 }
 
 }  // namespace fsdp::comm

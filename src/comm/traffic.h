@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 // The bytes that the collectives of a row send, and the bytes that they need beside the callers' buffers. This is pure arithmetic, which
 // communicators follow, and which plans use for rows that do not exist.
@@ -16,21 +15,35 @@ struct Sent {
   std::int64_t shared_memory = 0;  ///< The bytes that peers read from this rank's memory.
 };
 
-/// A reduction of bfloat16 or half by messages that sums within each host first, and then between ranks of equal place (TwoLevelSum). For
-/// each element of a shard: how many elements it sends and needs.
-struct TwoLevels {
-  std::int64_t ranks = 1;  ///< On each host.
-  std::int64_t hosts = 1;
+/// How a row sums bfloat16 or half by a backend's messages (MessageSum): all ranks send each other what they sum, or, in two levels, first
+/// the ranks within each host, and then ranks of equal place, whose messages are the hosts' sums. For each element of a shard: how many
+/// elements this sends and needs.
+struct SumLevels {
+  std::int64_t ranks = 1;  ///< On each host; all ranks of the row if there is one level.
+  std::int64_t hosts = 1;  ///< 1: one level.
+
+  static constexpr std::int64_t kPieceStaging = std::int64_t{1} << 24;
+  std::int64_t piece_staging = kPieceStaging;  ///< Elements of staging for a piece of a large shard.
 
   static constexpr std::int64_t kSumElements = 2;  ///< Elements of bfloat16 or half that take as many bytes as a sum in fp32.
 
-  /// None if one level is as good: on one host, and with one or two ranks on each host, where two bfloat16 values take as many bytes as one
+  /// One level if that is as good: on one host, and with one or two ranks on each host, where two bfloat16 values take as many bytes as one
   /// fp32 sum. `ranks_per_host`: see the function of that name.
-  static std::optional<TwoLevels> of(int size, int ranks_per_host);
+  static SumLevels of(int size, int ranks_per_host, std::int64_t piece_staging = kPieceStaging);
 
-  std::int64_t staging_per_element() const { return kSumElements * hosts + std::max((ranks - 1) * hosts, kSumElements * (hosts - 1)); }
+  bool are_two() const { return hosts > 1; }
+  std::int64_t staging_per_element() const {
+    return are_two() ? kSumElements * hosts + std::max(unreduced_per_element(), kSumElements * sums_per_element())
+                     : unreduced_per_element();
+  }
   std::int64_t unreduced_per_element() const { return (ranks - 1) * hosts; }  ///< Elements that are sent unreduced.
   std::int64_t sums_per_element() const { return hosts - 1; }                 ///< Sums that are sent.
+
+  /// The elements of a shard that are sent and summed at once. Of a large shard, these are a piece, and two of its pieces have staging.
+  std::int64_t piece_numel(std::int64_t shard_numel) const;
+  std::int64_t staging_numel(std::int64_t shard_numel) const {
+    return staging_per_element() * std::min(shard_numel, 2 * piece_numel(shard_numel));
+  }
 };
 
 /// How the collectives of a row move bytes.
@@ -41,7 +54,7 @@ class Traffic {
   /// By memory that the ranks of a host share; between hosts, by messages between ranks of equal place.
   static Traffic by_shared_memory(int size, int ranks_per_host);
   /// By a backend's own collectives (NCCL). `levels`: of reductions that the backend does not sum.
-  static Traffic by_backend(int size, std::optional<TwoLevels> levels);
+  static Traffic by_backend(int size, const SumLevels& levels);
 
   /// Elements of staging that a reduction of shards of `shard_numel` elements needs, in the dtype of the wire.
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const;
@@ -50,13 +63,13 @@ class Traffic {
 
  private:
   enum class Way : std::uint8_t { kMessages, kSharedMemory, kBackend };
-  Traffic(Way way, std::int64_t size, std::int64_t hosts, std::optional<TwoLevels> levels)
+  Traffic(Way way, std::int64_t size, std::int64_t hosts, const SumLevels& levels)
       : way_(way), size_(size), hosts_(hosts), levels_(levels) {}
 
   Way way_;
   std::int64_t size_;
   std::int64_t hosts_;
-  std::optional<TwoLevels> levels_;
+  SumLevels levels_;
 };
 
 /// True if a backend adds up gradients of this dtype itself. Others are summed by the ranks, in fp32.

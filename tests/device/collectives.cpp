@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -268,6 +269,32 @@ class Collectives final : public c10d::Backend {
     return add(
         "all_to_all", {in}, {out}, [this, in = on_cpu(in), deliver] { return exchange(in, deliver); }, c10d::OpType::ALLTOALL_BASE,
         options.asyncOp);
+  }
+  WorkPtr alltoall(std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins, const c10d::AllToAllOptions& options) override {
+    const auto moved = [](std::vector<at::Tensor> tensors) {
+      std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
+      return tensors;
+    };
+    const auto own = static_cast<std::size_t>(rank_);
+    TORCH_CHECK(outs[own].numel() == 0 && ins[own].numel() == 0, "sim: a rank sends itself nothing");
+    const auto post = [this, outs = on_cpu(outs), ins = on_cpu(ins)] {
+      Posted all;
+      std::vector<std::function<void()>> deliveries;
+      for (int peer = 0; peer < size_; ++peer) {
+        const auto& [out, in] = std::tie(outs[static_cast<std::size_t>(peer)], ins[static_cast<std::size_t>(peer)]);
+        if (out.numel() > 0) {
+          auto received = receive_message(out, peer);
+          all.messages.push_back(received.messages.front());
+          deliveries.push_back(std::move(received.deliver));
+        }
+        if (in.numel() > 0) all.messages.push_back(send_message(in, peer).messages.front());
+      }
+      all.deliver = [deliveries] {
+        for (const auto& deliver : deliveries) deliver();
+      };
+      return all;
+    };
+    return add("all_to_all", moved(ins), moved(outs), post, c10d::OpType::ALLTOALL, options.asyncOp);
   }
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
     const auto deliver = [tensor = on_cpu(tensors[0]), op = options.reduceOp, size = size_](const at::Tensor& all) {

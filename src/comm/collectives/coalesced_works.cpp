@@ -47,6 +47,8 @@ Works by_dtype(const c10d::Backend& backend, Tensors outs, Tensors ins, const To
 
 }  // namespace
 
+bool is_like_nccl(const c10d::Backend& backend) { return backend.getBackendName().ends_with("ccl"); }
+
 CoalescedWorks::CoalescedWorks(c10d::Backend& backend, bool several)
     : backend_(backend), together_(several && backend.supportsCoalescing()) {
   if (together_) backend_.startCoalescing();

@@ -5,6 +5,9 @@
 
 namespace fsdp::comm {
 
+/// NCCL and its like: a stream waits for their collectives, not the host; they divide as they add up, and have an all-to-all of lists.
+bool is_like_nccl(const c10d::Backend& backend);
+
 /// The c10d works of one collective of this library. Operations posted between the constructor and end() are launched together where the
 /// backend can (NCCL: one kernel for all of them). If end() is not called because of an exception, the destructor ends the group of
 /// operations, so that the backend does not add the operations of the next collective to it.

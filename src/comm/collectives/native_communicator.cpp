@@ -2,12 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <bit>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,15 +22,9 @@
 namespace fsdp::comm {
 namespace {
 
-/// NCCL and its like: a stream waits for their collectives, not the host, and they divide as they add up.
-bool is_like_nccl(const c10d::Backend& backend) { return backend.getBackendName().ends_with("ccl"); }
-
 Group::Compares when_compared(const c10d::Backend* backend) {
   return backend != nullptr && is_like_nccl(*backend) ? Group::Compares::kLate : Group::Compares::kFirst;
 }
-
-/// Gradients that the backend would add up in their own dtype.
-bool needs_sum_here(const ReducePart& part) { return !backend_sums(part.unreduced.scalar_type()); }
 
 class NativeGather final : public GroupPending {
  public:
@@ -72,98 +69,85 @@ class NativeGather final : public GroupPending {
 class NativeReduce final : public GroupPending {
  public:
   NativeReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale,
-               std::shared_ptr<TwoLevelSum> levels)
-      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), levels_(std::move(levels)) {
+               std::shared_ptr<MessageSum> messages)
+      : GroupPending(std::move(group), call, label), parts_(parts.begin(), parts.end()), scale_(scale), messages_(std::move(messages)) {
     // The backend's collectives take as much of every rank.
-    for (ReducePart& part : parts_) part.unreduced = unreduced_or_zeros(part, group_->row.rank);
+    for (ReducePart& part : parts_) {
+      part.unreduced = unreduced_or_zeros(part, group_->row.rank);
+      if (part.out.numel() > 0) (needs_sum_here(part) ? summed_here_ : summed_by_backend_).push_back(&part);
+    }
   }
   ~NativeReduce() override { settle(); }
 
  protected:
   void post() override {
     if (group_->data == nullptr) return;
-    const auto first = std::find_if(parts_.begin(), parts_.end(), [&](const ReducePart& part) { return in_two_levels(part); });
-    if (first == parts_.end()) {
-      works_ = send_unreduced(/*several=*/parts_.size() > 1);
-      return;
-    }
-    const c10::StreamGuard beside(levels_->stream_behind_current(first->out.device()));
-    wait_all(send_unreduced(/*several=*/true));
-    std::vector<ReducePart> summed;
-    std::ranges::copy_if(parts_, std::back_inserter(summed), [&](const ReducePart& part) { return in_two_levels(part); });
-    levels_->sum_neighbours(summed);
-    CoalescedWorks works(*group_->data, /*several=*/true);
-    for (const ReducePart& part : summed) levels_->send_sums(part, works);
-    works_ = works.end();
+    works_ = start_sums_of_backend();
+    if (!summed_here_.empty()) std::ranges::move(start_sums_here(), std::back_inserter(works_));
   }
   void finish() override {
     if (!works_.empty()) wait_on_stream(parts_.front().out.device(), [this] { wait_all(works_); });
+    if (earlier_pieces_) earlier_pieces_->block(c10::impl::VirtualGuardImpl(device().type()).getStream(device()));
     std::vector<RankOrderSum> sums;
-    for (const ReducePart& part : parts_) {
-      if (part.out.numel() == 0) continue;
-      const double scale = is_averaged(part) ? 1.0 : scale_;
-      const auto apart = in_two_levels(part) ? levels_->own_host() : RankOrderSum::kNone;
-      sums.push_back({.sources = pieces_of_ranks(part), .out = part.out, .end = sum_end(part, scale), .apart = apart});
+    for (const ReducePart* const part : summed_by_backend_) {
+      const auto& source = group_->data == nullptr ? part->unreduced : received_by_backend(*part);
+      sums.push_back({.sources = {source}, .out = part->out, .end = sum_end(*part, is_averaged(*part) ? 1.0 : scale_)});
     }
     rank_order_sums(sums);
+    messages_->levels().are_two() ? messages_->sum_hosts(last_pieces_, scale_) : messages_->sum_neighbours(last_pieces_, scale_);
   }
   void forget() noexcept override { works_.clear(); }
 
  private:
-  bool in_two_levels(const ReducePart& part) const { return levels_ != nullptr && needs_sum_here(part) && part.out.numel() > 0; }
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-  /// Sends the gradients to where they are summed next: by the backend, by all ranks, or by the neighbours.
-  std::vector<c10::intrusive_ptr<c10d::Work>> send_unreduced(bool several) {
+  at::Device device() const { return parts_.front().out.device(); }
+
+  Works start_sums_of_backend() {
     std::vector<at::Tensor> outs, inputs;
     c10d::ReduceOp op = c10d::ReduceOp::SUM;
-    bool others = false;
-    for (const ReducePart& part : parts_) {
-      if (part.out.numel() == 0) continue;
-      if (needs_sum_here(part)) {
-        others = true;
-        continue;
-      }
-      if (is_averaged(part)) op = c10d::ReduceOp::AVG;  // As all parts that the backend sums: they have the same ranks and scale.
-      outs.push_back(received_by_backend(part));
-      inputs.push_back(flat_view(part.unreduced, 0, part.unreduced.numel()));
+    for (const ReducePart* const part : summed_by_backend_) {
+      if (is_averaged(*part)) op = c10d::ReduceOp::AVG;  // As all of them: they have the same ranks and scale.
+      outs.push_back(received_by_backend(*part));
+      inputs.push_back(flat_view(part->unreduced, 0, part->unreduced.numel()));
     }
-    auto works = reduce_scatter_together(*group_->data, std::move(outs), std::move(inputs), op);
-    if (others) std::ranges::move(send_to_sum_here(several), std::back_inserter(works));
-    return works;
+    return reduce_scatter_together(*group_->data, std::move(outs), std::move(inputs), op);
   }
 
-  std::vector<c10::intrusive_ptr<c10d::Work>> send_to_sum_here(bool several) {
-    CoalescedWorks works(*group_->data, several);
-    std::vector<std::int64_t> equal_parts;
-    for (const ReducePart& part : parts_) {
-      if (part.out.numel() == 0 || !needs_sum_here(part)) continue;
-      if (in_two_levels(part)) {
-        levels_->send_unreduced(part, works);
-        continue;
-      }
-      at::Tensor input = flat_view(part.unreduced, 0, part.unreduced.numel());
-      at::Tensor output = flat_view(part.staging, 0, input.numel());
-      works.add(group_->data->alltoall_base(output, input, equal_parts, equal_parts));
+  /// Posts all messages. What has to be summed before the last of them is summed beside the computation. The last sums are finish()'s.
+  Works start_sums_here() {
+    const std::int64_t count = messages_->count(summed_here_);
+    const bool two_levels = messages_->levels().are_two();
+    std::optional<c10::StreamGuard> beside;
+    if (two_levels || count > 1) beside.emplace(messages_->stream_behind_current(device()));
+    last_pieces_ = messages_->pieces(summed_here_, 0);
+    Works arriving = messages_->send_unreduced(last_pieces_);
+    for (std::int64_t next = 1; next < count; ++next) {
+      // This takes the memory of the piece before the last, which has been summed.
+      const auto pieces = std::exchange(last_pieces_, messages_->pieces(summed_here_, next));
+      wait_all(std::exchange(arriving, messages_->send_unreduced(last_pieces_)));
+      messages_->sum_neighbours(pieces, scale_);
+      if (!two_levels) continue;
+      wait_all(messages_->send_sums(pieces));
+      messages_->sum_hosts(pieces, scale_);
     }
-    return works.end();
-  }
-
-  /// The tensors that were received from each rank, or from each host, in their order; a single tensor if the backend has summed.
-  std::vector<at::Tensor> pieces_of_ranks(const ReducePart& part) {
-    const std::int64_t numel = part.out.numel();
-    if (group_->data == nullptr) return {part.unreduced};
-    if (!needs_sum_here(part)) return {received_by_backend(part)};
-    if (in_two_levels(part)) return levels_->sums(part);
-    std::vector<at::Tensor> pieces;
-    for (int rank = 0; rank < group_->row.size(); ++rank) pieces.push_back(flat_view(part.staging, rank * numel, numel));
-    return pieces;
+    if (two_levels) {
+      wait_all(arriving);
+      messages_->sum_neighbours(last_pieces_, scale_);
+      arriving = messages_->send_sums(last_pieces_);
+    }
+    if (count > 1 && !device().is_cpu()) {
+      earlier_pieces_.emplace(device().type());  // The computing stream waits for it, because the last messages may arrive earlier.
+      earlier_pieces_->record(beside->current_stream());
+    }
+    return arriving;
   }
 
   /// NCCL and its like divide as they add up, without a pass of their own. By a power of two the result is the same.
   bool is_averaged(const ReducePart& part) const {
     const int size = group_->row.size();
     return group_->data != nullptr && size > 1 && std::has_single_bit(static_cast<unsigned>(size)) && scale_ == 1.0 / size &&
-           !needs_sum_here(part) && is_like_nccl(*group_->data);
+           is_like_nccl(*group_->data);
   }
 
   /// The backend sums where the result is to be, if nothing has to be added to what is there.
@@ -173,10 +157,16 @@ class NativeReduce final : public GroupPending {
     return in_place ? flat_view(part.out, 0, part.out.numel()) : flat_view(part.staging, 0, part.out.numel());
   }
 
+  bool needs_sum_here(const ReducePart& part) const { return group_->data != nullptr && !backend_sums(part.unreduced.scalar_type()); }
+
   std::vector<ReducePart> parts_;
+  std::vector<const ReducePart*> summed_here_;
+  std::vector<const ReducePart*> summed_by_backend_;  // or, in a row without a backend, not sent
   const double scale_;
-  const std::shared_ptr<TwoLevelSum> levels_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  const std::shared_ptr<MessageSum> messages_;
+  Works works_;
+  std::vector<MessageSum::Piece> last_pieces_;  // whose messages arrive last
+  std::optional<c10::Event> earlier_pieces_;    // the sums of the pieces before them, where there are streams
 };
 
 /// Backends gather even shards only. What all ranks have as much of, and all receive, is such a gather; the rest travels as messages.
@@ -282,12 +272,10 @@ class NativeScatter final : public GroupPending {
 }  // namespace
 
 NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend> backend, c10::intrusive_ptr<c10d::Backend> control,
-                                       int ranks_per_host, Group::Ends ends)
+                                       int ranks_per_host, Group::Ends ends, std::int64_t piece_staging)
     : GroupCommunicator(std::move(row), std::move(control), backend, /*shared=*/nullptr, ends, when_compared(backend.get())),
-      traffic_(Traffic::by_backend(group()->row.size(), TwoLevels::of(group()->row.size(), ranks_per_host))) {
-  const auto levels = TwoLevels::of(group()->row.size(), ranks_per_host);
-  if (levels) levels_ = std::make_shared<TwoLevelSum>(group()->row, group()->data, *levels);
-}
+      messages_(std::make_shared<MessageSum>(group()->row, group()->data, SumLevels::of(size(), ranks_per_host, piece_staging))),
+      traffic_(Traffic::by_backend(size(), messages_->levels())) {}
 
 bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }
 
@@ -331,7 +319,7 @@ std::unique_ptr<GroupPending> NativeCommunicator::make_uneven(const Call& call, 
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
-  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, levels_);
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, messages_);
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

@@ -64,6 +64,13 @@ TEST(Collectives, MoveAndSum) {
     group->alltoall_base(exchanged, all, equal_parts, equal_parts)->wait();
     EXPECT_EQ(values(exchanged), rank == 0 ? (Values{0, 1, 0, 1}) : (Values{2, 3, 2, 3}));
 
+    std::vector<at::Tensor> received = {at::empty({0}, own.options()), at::empty({0}, own.options())};
+    std::vector<at::Tensor> sent = received;
+    received[static_cast<std::size_t>(1 - rank)] = at::empty({2}, own.options());
+    sent[static_cast<std::size_t>(1 - rank)] = own;
+    group->alltoall(received, sent)->wait();
+    EXPECT_EQ(values(received[static_cast<std::size_t>(1 - rank)]), rank == 0 ? (Values{2, 3}) : (Values{0, 1}));
+
     std::vector<at::Tensor> tensors = {own};
     group->allreduce(tensors, {.reduceOp = c10d::ReduceOp::MAX})->wait();
     EXPECT_EQ(values(own), (Values{2, 3}));

@@ -292,4 +292,38 @@ TEST(DeviceSum, OfTwoLevelsIsTwoKernels) {
   });
 }
 
+// On hosts of three ranks, in two levels, and on one host.
+TEST(DeviceSum, OfPiecesHasTheBitsOfTheWhole) {
+  constexpr int kRanks = 6;
+  constexpr std::int64_t kPieceStaging = 1000;
+  for (const int per_host : {3, 6}) {
+    const fsdp::testing::TemporaryFolder folder;
+    run_ranks_on_device(kRanks, [&](int rank) {
+      OfAllRanks all(folder, rank, kRanks);
+      const auto reduced = [&](const std::string& name, std::int64_t piece_staging) {
+        NativeCommunicator communicator(all.row, all.backend, all.rendezvous.gloo_group(all.row, name), per_host,
+                                        fsdp::comm::Group::Ends::kElsewhere, piece_staging);
+        std::vector<ReducePart> parts;
+        for (const std::int64_t numel : {2000, 7, 305}) {
+          const auto unreduced = numbers(kRanks * numel, 10 * numel + rank, at::kBFloat16).to(sim::device(rank));
+          const auto staging = at::empty({communicator.staging_numel(numel, at::kBFloat16)}, unreduced.options());
+          const auto out = at::ones({numel}, unreduced.options().dtype(at::kFloat));
+          parts.push_back({.unreduced = unreduced, .staging = staging, .out = out, .accumulate = true});
+        }
+        const auto pending = communicator.reduce_scatter(parts, 1.0 / kRanks, {.operation = "reduce-scatter", .unit = "u"});
+        const auto busy = parts[0].unreduced * 2;  // Beside it, as a backward computes.
+        pending->wait();
+        for (auto& part : parts) part.staging.fill_(7);  // The next reduction's, in the order of the computing stream.
+        for (auto& part : parts) part.unreduced.fill_(7);
+        return parts;
+      };
+      const auto in_pieces = reduced("pieces", kPieceStaging);
+      EXPECT_LE(in_pieces[0].staging.numel(), 2 * kPieceStaging);
+      const auto whole = reduced("whole", fsdp::comm::SumLevels::kPieceStaging);
+      EXPECT_GT(whole[0].staging.numel(), 2 * kPieceStaging);
+      for (std::size_t k = 0; k < whole.size(); ++k) EXPECT_TRUE(same_bits(in_pieces[k].out.cpu(), whole[k].out.cpu())) << k;
+    });
+  }
+}
+
 }  // namespace sums_test

@@ -126,15 +126,15 @@ def step_of_a_rank_alone(calls_itself: str, dtype: torch.dtype | None) -> tuple[
     return {event.name for event in recorded.events() if event.name.startswith("gloo:")}, gradients
 
 
-@pytest.mark.parametrize(("dtype", "reduction"), [(None, "gloo:all_reduce"), (bf16, "gloo:all_to_all")])
+@pytest.mark.parametrize(("dtype", "reduction"), [(None, {"gloo:all_reduce"}), (bf16, set())])
 def test_a_rank_alone_calls_its_backend_if_told_to(
-    ranks: StartRanks, dtype: torch.dtype | None, reduction: str
+    ranks: StartRanks, dtype: torch.dtype | None, reduction: set[str]
 ) -> None:
-    """The backend's sums (Gloo has them by an all-reduce), and those of the engine."""
+    """The backend's sums (Gloo has them by an all-reduce), but not those of the engine: a rank sends itself nothing."""
     (silent, expected), *_ = ranks(1).run(step_of_a_rank_alone, "0", dtype)
     assert silent == set()
     (called, gradients), *_ = ranks(1).run(step_of_a_rank_alone, "1", dtype)
-    assert called == {"gloo:all_gather", reduction}
+    assert called == {"gloo:all_gather"} | reduction
     assert all(map(torch.equal, gradients, expected))
 
 

@@ -1,4 +1,4 @@
-#include "comm/collectives/two_level_sum.h"
+#include "comm/collectives/message_sum.h"
 
 #include <algorithm>
 #include <memory>
@@ -17,7 +17,7 @@
 #include "support/temporary_folder.h"
 
 namespace fsdp::comm {
-namespace two_level_sum_test {
+namespace message_sum_test {
 
 using testing::kReduce;
 using testing::PieceShape;
@@ -34,6 +34,7 @@ const std::vector<PieceShape> kNarrow = {
 struct Hosts {
   int count;
   int ranks;  ///< Of each.
+  std::int64_t piece_staging = SumLevels::kPieceStaging;
 };
 
 /// A Gloo backend in the place of NCCL's, which counts what it sends.
@@ -69,7 +70,7 @@ struct NativeWorld {
 };
 
 /// As a mesh makes it over NCCL. `ranks_per_host` is what the mesh would have found out.
-NativeWorld native_world(int ranks_per_host) {
+NativeWorld native_world(int ranks_per_host, std::int64_t piece_staging) {
   const World world = read_world(process_environment);
   Row row{.dim = "dp_shard",
           .rank = world.rank,
@@ -79,18 +80,19 @@ NativeWorld native_world(int ranks_per_host) {
   Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
   const auto backend = c10::make_intrusive<CountingBackend>(rendezvous.gloo_group(row, "data"));
   auto control = rendezvous.gloo_group(row, "control");
-  auto communicator = std::make_unique<NativeCommunicator>(row, backend, std::move(control), ranks_per_host);
+  auto communicator =
+      std::make_unique<NativeCommunicator>(row, backend, std::move(control), ranks_per_host, Group::Ends::kElsewhere, piece_staging);
   communicator->barrier();
   return {.backend = backend, .communicator = std::move(communicator)};
 }
 
-class TwoLevelSumOfHosts : public ::testing::TestWithParam<Hosts> {
+class MessageSumOfHosts : public ::testing::TestWithParam<Hosts> {
  protected:
   /// fn(communicator, backend), on all ranks.
   template <typename Fn>
   static void run(const Fn& fn) {
     run_ranks(GetParam().count * GetParam().ranks, [&] {
-      const auto world = native_world(GetParam().ranks);
+      const auto world = native_world(GetParam().ranks, GetParam().piece_staging);
       fn(*world.communicator, *world.backend);
     });
   }
@@ -105,7 +107,7 @@ at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Ten
   return testing::expected_sum(of_hosts, old, {.scale = scale, .accumulate = accumulate});
 }
 
-TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
+TEST_P(MessageSumOfHosts, AddsUpInTheOrderOfTheHosts) {
   run([](NativeCommunicator& communicator, const CountingBackend&) {
     const int ranks = GetParam().ranks;
     Reduce reduce(communicator, kNarrow, 9, 1.0 / 3);
@@ -133,9 +135,9 @@ TEST_P(TwoLevelSumOfHosts, AddsUpInTheOrderOfTheHosts) {
   });
 }
 
-TEST_P(TwoLevelSumOfHosts, EveryByteCrossesOncePerHost) {
+TEST_P(MessageSumOfHosts, EveryByteCrossesOncePerHost) {
   run([](NativeCommunicator& communicator, const CountingBackend& backend) {
-    const auto [hosts, ranks] = GetParam();
+    const auto [hosts, ranks, piece_staging] = GetParam();
     communicator.reset_stats();
     Reduce narrow(communicator, kNarrow, 9, 1);
     communicator.reduce_scatter(narrow.parts, 1, kReduce)->wait();
@@ -154,7 +156,7 @@ TEST_P(TwoLevelSumOfHosts, EveryByteCrossesOncePerHost) {
 }
 
 // Nothing is summed here then, and one level is enough.
-TEST_P(TwoLevelSumOfHosts, EmptyPartsNeedNoMessages) {
+TEST_P(MessageSumOfHosts, EmptyPartsNeedNoMessages) {
   run([](NativeCommunicator& communicator, const CountingBackend& backend) {
     Reduce reduce(communicator, {{.numel = 0, .dtype = at::kBFloat16}, {.numel = 65, .dtype = at::kFloat}}, 9, 0.5);
     reduce.parts[1].unreduced.fill_(1);
@@ -165,9 +167,9 @@ TEST_P(TwoLevelSumOfHosts, EmptyPartsNeedNoMessages) {
 }
 
 // What the backend sums has one level, in the same collective.
-TEST_P(TwoLevelSumOfHosts, GoesBesideTheSumsOfTheBackend) {
+TEST_P(MessageSumOfHosts, GoesBesideTheSumsOfTheBackend) {
   run([](NativeCommunicator& communicator, const CountingBackend&) {
-    const auto [hosts, ranks] = GetParam();
+    const auto [hosts, ranks, piece_staging] = GetParam();
     communicator.reset_stats();
     std::vector<PieceShape> shapes = {kNarrow[0], {.numel = 65, .dtype = at::kFloat}, kNarrow[2], {.numel = 7, .dtype = at::kDouble}};
     Reduce reduce(communicator, shapes, 9, 0.5);
@@ -183,7 +185,7 @@ TEST_P(TwoLevelSumOfHosts, GoesBesideTheSumsOfTheBackend) {
   });
 }
 
-TEST_P(TwoLevelSumOfHosts, SeveralMayBeInFlight) {
+TEST_P(MessageSumOfHosts, SeveralMayBeInFlight) {
   run([](NativeCommunicator& communicator, const CountingBackend&) {
     std::vector<Reduce> reduces;
     std::vector<std::unique_ptr<Pending>> pending;
@@ -203,28 +205,49 @@ TEST_P(TwoLevelSumOfHosts, SeveralMayBeInFlight) {
   });
 }
 
-TEST_P(TwoLevelSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
+TEST_P(MessageSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
   run([](NativeCommunicator& communicator, const CountingBackend&) {
-    const auto [hosts, ranks] = GetParam();
-    const std::int64_t expected = 10 * (2 * hosts + std::max((ranks - 1) * hosts, 2 * (hosts - 1)));
-    EXPECT_EQ(communicator.staging_numel(10, at::kBFloat16), expected);
-    EXPECT_EQ(communicator.staging_numel(10), expected);
+    const auto [hosts, ranks, piece_staging] = GetParam();
+    const std::int64_t of_each = hosts == 1 ? ranks - 1 : 2 * hosts + std::max((ranks - 1) * hosts, 2 * (hosts - 1));
+    EXPECT_EQ(communicator.staging_numel(10, at::kBFloat16), 10 * of_each);
+    EXPECT_EQ(communicator.staging_numel(10), 10 * of_each);
     EXPECT_EQ(communicator.staging_numel(10, at::kFloat), 10);
+    // Two pieces of a large shard.
+    const std::int64_t large = communicator.staging_numel(std::int64_t{1} << 40, at::kBFloat16);
+    EXPECT_LE(large, 2 * piece_staging);
+    EXPECT_GT(large, piece_staging);
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, TwoLevelSumOfHosts, ::testing::Values(Hosts{2, 4}, Hosts{3, 3}),
-                         [](const auto& info) { return std::to_string(info.param.count) + "x" + std::to_string(info.param.ranks); });
+INSTANTIATE_TEST_SUITE_P(Shapes, MessageSumOfHosts,
+                         ::testing::Values(Hosts{2, 4}, Hosts{3, 3}, Hosts{1, 2}, Hosts{1, 3}, Hosts{2, 4, 2000}, Hosts{3, 3, 2000},
+                                           Hosts{1, 2, 2000}, Hosts{1, 3, 2000}),
+                         [](const auto& info) {
+                           const Hosts& hosts = info.param;
+                           return std::to_string(hosts.count) + "x" + std::to_string(hosts.ranks) +
+                                  (hosts.piece_staging < SumLevels::kPieceStaging ? "InPieces" : "");
+                         });
 
-TEST(TwoLevels, AreNotThereWhereOneIsAsGood) {
-  for (const int ranks : {1, 2, 6}) EXPECT_FALSE(TwoLevels::of(6, ranks)) << ranks;
-  EXPECT_TRUE(TwoLevels::of(6, 3));
+TEST(SumLevels, AreTwoWhereOneSendsMore) {
+  for (const int ranks : {1, 2, 6}) EXPECT_FALSE(SumLevels::of(6, ranks).are_two()) << ranks;
+  EXPECT_TRUE(SumLevels::of(6, 3).are_two());
 }
 
-TEST(TwoLevelSum, SumsRunOnOneStreamBehindTheCurrentOne) {
+TEST(SumLevels, PiecesAreOfLargeShardsAndNotTooSmall) {
+  const SumLevels eight{.ranks = 8, .piece_staging = 7 * 1600};
+  EXPECT_EQ(eight.piece_numel(3200), 3200);
+  EXPECT_EQ(eight.piece_numel(3201), 1600);
+  EXPECT_EQ(eight.staging_numel(3200), 7 * 3200);
+  EXPECT_EQ(eight.staging_numel(3201), 7 * 3200);
+  const SumLevels many{.ranks = 8, .hosts = 2048, .piece_staging = 512 * 64};
+  EXPECT_EQ(many.piece_numel(1000), 64) << "a message has some length";
+  EXPECT_EQ((SumLevels{.ranks = 1}).staging_numel(1000), 0);
+}
+
+TEST(MessageSum, SumsRunOnOneStreamBehindTheCurrentOne) {
   const testing::LoggingDevice device;
   const Row row{.dim = "dp_shard", .rank = 0, .global_ranks = {0, 1, 2, 3, 4, 5}, .world_size = 6};
-  TwoLevelSum sum(row, nullptr, {.ranks = 3, .hosts = 2});
+  MessageSum sum(row, nullptr, {.ranks = 3, .hosts = 2});
   const auto stream = sum.stream_behind_current(device.device());
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"pool gives 100", "record on 0", "block 100"}));
   EXPECT_EQ(sum.stream_behind_current(device.device()), stream);
@@ -249,16 +272,16 @@ std::int64_t staging_of_mesh(int rank, const std::string& file) {
   return communicator->staging_numel(1, at::kBFloat16);
 }
 
-TEST(TwoLevelSum, AMeshTakesItBetweenHosts) {
+TEST(MessageSum, AMeshTakesItBetweenHosts) {
   if (!testing::can_pretend_hosts()) GTEST_SKIP() << "this system refuses mount namespaces";
   for (const bool several : {true, false}) {
     const testing::TemporaryFolder folder;
     run_ranks(6, [&](int rank) {
       if (several) testing::pretend_hosts(rank, 3);
-      EXPECT_EQ(staging_of_mesh(rank, folder.path() / "store"), several ? 8 : 6);
+      EXPECT_EQ(staging_of_mesh(rank, folder.path() / "store"), several ? 8 : 5);
     });
   }
 }
 
-}  // namespace two_level_sum_test
+}  // namespace message_sum_test
 }  // namespace fsdp::comm

@@ -1,0 +1,205 @@
+#include "comm/collectives/message_sum.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/order_streams.h"
+#include "comm/collectives/coalesced_works.h"
+#include "comm/device_sums.h"
+#include "comm/parts.h"
+#include "comm/rank_order_sum.h"
+
+namespace fsdp::comm {
+namespace {
+
+/// One tag serves for all messages, because messages from one rank arrive in the order in which they were sent.
+constexpr int kTag = 0;
+
+}  // namespace
+
+MessageSum::MessageSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, const SumLevels& levels)
+    : backend_(std::move(backend)), levels_(levels), row_(row), host_(row.rank / levels.ranks), place_(row.rank % levels.ranks) {}
+
+at::Tensor MessageSum::Piece::of_rank(std::int64_t rank) const {
+  return flat_view(part->unreduced, rank * part->out.numel() + begin, numel);
+}
+
+at::Tensor MessageSum::Piece::out() const { return flat_view(part->out, begin, numel); }
+
+std::vector<MessageSum::Piece> MessageSum::pieces(std::span<const ReducePart* const> parts, std::int64_t number) const {
+  std::vector<Piece> pieces;
+  for (const ReducePart* const part : parts) {
+    const std::int64_t shard = part->out.numel();
+    const std::int64_t size = levels_.piece_numel(shard);
+    const std::int64_t begin = number * size;
+    if (begin >= shard) continue;
+    const std::int64_t numel = std::min(size, shard - begin);
+    const std::int64_t per_element = levels_.staging_per_element();
+    const auto staging = flat_view(part->staging, number % 2 * per_element * size, per_element * numel);
+    pieces.push_back({.part = part, .begin = begin, .numel = numel, .staging = staging});
+  }
+  return pieces;
+}
+
+std::int64_t MessageSum::count(std::span<const ReducePart* const> parts) const {
+  std::int64_t most = 0;
+  for (const ReducePart* const part : parts) {
+    const std::int64_t size = levels_.piece_numel(part->out.numel());
+    most = std::max(most, (part->out.numel() + size - 1) / size);
+  }
+  return most;
+}
+
+c10::Stream MessageSum::stream_behind_current(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  if (!stream_) stream_ = guard.getStreamFromGlobalPool(device);
+  // The current stream computes the gradients.
+  order_streams(guard.getStream(device), *stream_);
+  return *stream_;
+}
+
+MessageSum::Exchange MessageSum::no_messages(const Piece& piece) const {
+  const std::vector<at::Tensor> none(static_cast<std::size_t>(row_.size()), flat_view(piece.staging, 0, 0));
+  return {.received = none, .sent = none};
+}
+
+/// A backend like NCCL takes an exchange as one call.
+MessageSum::Works MessageSum::post(std::span<Exchange> exchanges) const {
+  const bool whole = is_like_nccl(*backend_);
+  CoalescedWorks works(*backend_, /*several=*/!whole || exchanges.size() > 1);
+  std::vector<at::Tensor> argument(1);
+  for (auto& [received, sent] : exchanges) {
+    if (whole) {
+      works.add(backend_->alltoall(received, sent));
+      continue;
+    }
+    for (int k = 1; k < row_.size(); ++k) {
+      const int from = (row_.rank + k) % row_.size();  // No rank is everybody's first.
+      const int to = (row_.rank + row_.size() - k) % row_.size();
+      argument[0] = received[static_cast<std::size_t>(from)];
+      if (argument[0].numel() > 0) works.add(backend_->recv(argument, from, kTag));
+      argument[0] = sent[static_cast<std::size_t>(to)];
+      if (argument[0].numel() > 0) works.add(backend_->send(argument, to, kTag));
+    }
+  }
+  return works.end();
+}
+
+MessageSum::Works MessageSum::send_unreduced(std::span<const Piece> pieces) const {
+  if (levels_.ranks == 1) return {};
+  std::vector<Exchange> exchanges;
+  for (const Piece& piece : pieces) {
+    for (std::int64_t host = 0; host < levels_.hosts; ++host) {
+      auto& [received, sent] = exchanges.emplace_back(no_messages(piece));
+      for (std::int64_t place = 0; place < levels_.ranks; ++place) {
+        if (place == place_) continue;
+        const auto neighbour = static_cast<std::size_t>(rank_of(host_, place));
+        received[neighbour] = flat_view(of_neighbour(piece, place), host * piece.numel, piece.numel);
+        sent[neighbour] = piece.of_rank(rank_of(host, place));
+      }
+    }
+  }
+  return post(exchanges);
+}
+
+void MessageSum::sum_neighbours(std::span<const Piece> pieces, double scale) const {
+  if (pieces.empty()) return;
+  const auto device = pieces.front().part->out.device();
+  if (levels_.are_two() && (device.is_cpu() || device_sums().of(device.type()) == nullptr)) {
+    for (const Piece& piece : pieces) sum_neighbours_by_operators(piece);
+    return;
+  }
+  std::vector<RankOrderSum> all;
+  for (const Piece& piece : pieces) {
+    auto sums = sums_of_neighbours(piece);
+    if (!levels_.are_two()) {
+      sums.front().out = piece.out();
+      sums.front().end = sum_end(*piece.part, scale);
+    }
+    std::ranges::move(sums, std::back_inserter(all));
+  }
+  rank_order_sums(all);
+}
+
+/// Sums of several hosts are made together: fewer kernels.
+void MessageSum::sum_neighbours_by_operators(const Piece& piece) const {
+  const auto [ranks, hosts] = std::pair(levels_.ranks, levels_.hosts);
+  const std::int64_t numel = piece.numel;
+  const ReducePart& part = *piece.part;
+  // By host, one row each.
+  const at::Tensor own = flat_view(part.unreduced, 0, part.unreduced.numel())
+                             .view({hosts, ranks, part.out.numel()})
+                             .select(1, place_)
+                             .narrow(1, piece.begin, numel);
+  const at::Tensor sums = flat_view(piece.staging, 0, hosts * kSumElements * numel).view(at::kFloat).view({hosts, numel});
+  const std::int64_t together = std::max<std::int64_t>(1, kSummedTogether / numel);
+  for (std::int64_t host = 0; host < hosts; host += together) {
+    const std::int64_t count = std::min(together, hosts - host);
+    RankOrderSum sum{.sources = {}, .out = sums.narrow(0, host, count)};
+    for (std::int64_t place = 0; place < ranks; ++place) {
+      const at::Tensor rows = place == place_ ? own : of_neighbour(piece, place).view({hosts, numel});
+      sum.sources.push_back(rows.narrow(0, host, count));
+    }
+    sum_by_operators({&sum, 1});
+  }
+}
+
+std::vector<RankOrderSum> MessageSum::sums_of_neighbours(const Piece& piece) const {
+  std::vector<RankOrderSum> sums;
+  for (std::int64_t host = 0; host < levels_.hosts; ++host) {
+    auto& sum = sums.emplace_back(RankOrderSum{.sources = {}, .out = {}, .apart = place_});
+    if (levels_.are_two()) sum.out = sum_for(piece, host);
+    for (std::int64_t place = 0; place < levels_.ranks; ++place) {
+      sum.sources.push_back(place == place_ ? piece.of_rank(rank_of(host, place))
+                                            : flat_view(of_neighbour(piece, place), host * piece.numel, piece.numel));
+    }
+  }
+  return sums;
+}
+
+MessageSum::Works MessageSum::send_sums(std::span<const Piece> pieces) const {
+  std::vector<Exchange> exchanges;
+  for (const Piece& piece : pieces) {
+    auto& [received, sent] = exchanges.emplace_back(no_messages(piece));
+    for (std::int64_t host = 0; host < levels_.hosts; ++host) {
+      if (host == host_) continue;
+      const auto equal = static_cast<std::size_t>(rank_of(host, place_));
+      received[equal] = sum_of(piece, host);
+      sent[equal] = sum_for(piece, host);
+    }
+  }
+  return post(exchanges);
+}
+
+void MessageSum::sum_hosts(std::span<const Piece> pieces, double scale) const {
+  std::vector<RankOrderSum> all;
+  for (const Piece& piece : pieces) {
+    auto& sum = all.emplace_back(RankOrderSum{.sources = {}, .out = piece.out(), .end = sum_end(*piece.part, scale), .apart = host_});
+    for (std::int64_t host = 0; host < levels_.hosts; ++host) sum.sources.push_back(sum_of(piece, host));
+  }
+  rank_order_sums(all);
+}
+
+at::Tensor MessageSum::sum_for(const Piece& piece, std::int64_t host) const {
+  const std::int64_t numel = kSumElements * piece.numel;
+  return flat_view(piece.staging, host * numel, numel).view(at::kFloat);
+}
+
+at::Tensor MessageSum::sum_of(const Piece& piece, std::int64_t host) const {
+  if (host == host_) return sum_for(piece, host);
+  const std::int64_t numel = kSumElements * piece.numel;
+  return flat_view(piece.staging, (levels_.hosts + (host < host_ ? host : host - 1)) * numel, numel).view(at::kFloat);
+}
+
+at::Tensor MessageSum::of_neighbour(const Piece& piece, std::int64_t place) const {
+  const std::int64_t behind_sums = levels_.are_two() ? kSumElements * levels_.hosts * piece.numel : 0;
+  const std::int64_t numel = levels_.hosts * piece.numel;
+  return flat_view(piece.staging, behind_sums + (place < place_ ? place : place - 1) * numel, numel);
+}
+
+}  // namespace fsdp::comm
