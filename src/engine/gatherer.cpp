@@ -50,6 +50,7 @@ void Gatherer::begin(Unit& unit, std::vector<comm::GatherPart> parts, const std:
   unit.whole.wire.acquire(pools_.of_gathers(), memory::Kind::kCommunication);
   bring_shards(unit);
   Copies conversions;
+  parts.reserve(parts.size() + unit.whole.buffer.parts.size());
   for (std::size_t k = 0; k < unit.whole.buffer.parts.size(); ++k) {
     if (!unit.formats[k].extended) parts.push_back(part_to_gather(unit, k, conversions));
   }

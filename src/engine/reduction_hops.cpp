@@ -51,6 +51,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   }
   gradients.receives().acquire(pool_, memory::Kind::kCommunication);
   std::vector<comm::ReducePart> parts;
+  parts.reserve(gradients.sub_buffers.size());
   for (const auto k : gradients.sub_buffers) {
     const auto unreduced = gradients.unreduced(k);
     const auto wire_dtype = unit.formats[k].wire_gradient;

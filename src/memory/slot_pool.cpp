@@ -170,13 +170,17 @@ void SlotPool::end_step() {
   // A plan that two steps in a row have left no longer fits.
   if (left && left_last_step_) planned_requests_.clear();
   left_last_step_ = left;
-  if (planned_requests_.empty() && requests_ == last_requests_) {
+  const bool repeats = requests_ == last_requests_;
+  if (!repeats) needs_no_plan_ = false;
+  if (planned_requests_.empty() && repeats && !needs_no_plan_) {
     auto plan = plan_slots(requests_);
     std::int64_t held = 0;
     for (const auto& [capacity, block] : free_) held += capacity;
     if (plan.total() < held) {
       plan_ = std::move(plan);
       planned_requests_ = requests_;
+    } else {
+      needs_no_plan_ = true;
     }
   }
   if (planned_requests_.empty()) plan_ = {};

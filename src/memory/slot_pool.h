@@ -137,6 +137,7 @@ class SlotPool {
   bool too_long_ = false;  // More requests than are recorded.
   std::vector<SlotRequest> requests_;
   std::vector<SlotRequest> last_requests_;
+  bool needs_no_plan_ = false;  // A plan of last_requests_ takes no less memory than the pool holds.
 
   std::vector<SlotRequest> planned_requests_;
   SlotPlan plan_;
