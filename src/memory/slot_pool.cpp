@@ -160,11 +160,15 @@ void SlotPool::stop_recording() {
   leave_plan();
   requests_ = {};
   too_long_ = true;
+  needs_no_plan_ = false;
 }
 
 void SlotPool::end_step() {
   if (lent_ > 0) return;
-  if (std::exchange(too_long_, false)) requests_ = {};
+  if (std::exchange(too_long_, false)) {
+    requests_ = {};
+    events_ = 0;
+  }
   if (requests_.empty()) return;
   const bool left = !planned_requests_.empty() && !follows_plan_;
   // A plan that two steps in a row have left no longer fits.

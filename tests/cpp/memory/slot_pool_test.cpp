@@ -356,6 +356,30 @@ TEST_F(SlotPoolTest, FollowsAPlanWhenStepsRepeat) {
   EXPECT_EQ(stats().slot_allocations, allocations);
 }
 
+// Once it is known that no plan takes less memory, none is sought, until another step may have left more.
+TEST(SlotPools, SeekAPlanAgainWhenTheirMemoryMayHaveGrown) {
+  for (const int requests : {2, 1 << 17}) {  // of a step that is recorded, and of one that is too long
+    Accounting accounting;
+    SlotPool pool(c10::Device(c10::kCPU), accounting);
+    const auto small_steps = [&] {
+      for (int k = 0; k < 3; ++k) {
+        pool.acquire(1000, kKind).release();
+        pool.end_step();
+      }
+    };
+    small_steps();
+    EXPECT_EQ(pool.planned_bytes(), 0) << requests;
+    {
+      const auto kept = pool.acquire(1000, kKind);
+      for (int k = 1; k < requests; ++k) pool.acquire(5000, kKind).release();
+    }
+    pool.end_step();
+    small_steps();
+    EXPECT_EQ(pool.planned_bytes(), 1000) << requests;
+    EXPECT_EQ(accounting.stats().slots.live, 1000) << requests;
+  }
+}
+
 // The allocator of a device can give it to others at once.
 TEST(SlotPoolOnADevice, FreeBlocksDoNotStay) {
   Accounting accounting;
