@@ -63,6 +63,14 @@ c10::Stream MessageSum::stream_behind_current(c10::Device device) {
   return *stream_;
 }
 
+void MessageSum::rejoin() noexcept {
+  if (!stream_) return;
+  try {
+    order_streams(*stream_, c10::impl::VirtualGuardImpl(stream_->device_type()).getStream(stream_->device()));
+  } catch (...) {  // The device has failed. The first exception has more information.
+  }
+}
+
 MessageSum::Exchange MessageSum::no_messages(const Piece& piece) const {
   const std::vector<at::Tensor> none(static_cast<std::size_t>(row_.size()), flat_view(piece.staging, 0, 0));
   return {.received = none, .sent = none};

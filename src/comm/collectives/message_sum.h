@@ -44,6 +44,8 @@ class MessageSum {
   /// in the order of the collectives, and neither the host nor the computation waits. It is always the same stream, so that its temporary
   /// tensors share their memory. On the CPU, where there are no streams, the host waits.
   c10::Stream stream_behind_current(c10::Device device);
+  /// Orders the current stream behind that one after a failure, so that memory which its sums use can be freed.
+  void rejoin() noexcept;
 
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   /// Sends the neighbours the gradients that each of them has to sum: for itself, and for the ranks of equal place.

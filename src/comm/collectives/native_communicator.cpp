@@ -96,7 +96,10 @@ class NativeReduce final : public GroupPending {
     rank_order_sums(sums);
     messages_->levels().are_two() ? messages_->sum_hosts(last_pieces_, scale_) : messages_->sum_neighbours(last_pieces_, scale_);
   }
-  void forget() noexcept override { works_.clear(); }
+  void forget() noexcept override {
+    works_.clear();
+    messages_->rejoin();
+  }
 
  private:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;

@@ -252,6 +252,8 @@ TEST(MessageSum, SumsRunOnOneStreamBehindTheCurrentOne) {
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"pool gives 100", "record on 0", "block 100"}));
   EXPECT_EQ(sum.stream_behind_current(device.device()), stream);
   EXPECT_EQ(device.take_events(), (std::vector<std::string>{"record on 0", "block 100"}));
+  sum.rejoin();
+  EXPECT_EQ(device.take_events(), (std::vector<std::string>{"record on 100", "block 0"}));
 }
 
 /// The bfloat16 elements of staging for one of a shard, in a mesh whose tensors are moved by a backend of the caller's.
