@@ -9,6 +9,9 @@ struct LaunchOptions {
   /// Whether each line that a rank writes to stdout or stderr begins with the rank's number, as in "[1] loss 2.5". The ranks then write to
   /// pipes instead of the terminal, and this process prints complete lines. It has no effect on the ranks of another launcher.
   bool prefix_output = false;
+  /// How often all ranks are started again after one has failed. They begin anew, so the program must load the newest checkpoint
+  /// (load_latest()). After SIGINT or SIGTERM to this process, none is started. It has no effect on the ranks of another launcher.
+  int max_restarts = 0;
 };
 
 /// Starts `nproc` ranks of `fn` on this machine, waits for them, and returns 0 if all returned 0 without an exception. If a rank fails,

@@ -264,6 +264,8 @@ class AsyncSaver {
   void save_in_memory(const std::string& name, const ExtraState& extra = {}, SaveOptions options = {});
   /// Returns when the last saves are complete; throws their Error on every rank.
   void wait();
+  /// Waits for the last save in memory only, and throws its Error on every rank. A restart then repeats the steps since that save at most.
+  void wait_for_memory();
   /// Waits, and removes all steps from memory: call it when the run has ended and will not be restarted. Collective. Throws Error.
   void remove_memory();
 

@@ -26,6 +26,7 @@ namespace {
 
 using state::CheckpointRanks;
 using state::Fields;
+using state::fields_of;
 using state::lines;
 
 /// The steps that rank 0 sees in a folder. If each rank looked by itself, they might see different ones.
@@ -40,12 +41,10 @@ FoundSteps find_together(const std::string& folder, const CheckpointRanks& ranks
   ranks.together("nothing was loaded:", [&] {
     if (ranks.index() != 0) return;
     ckpt::require_folder_of_steps(folder);
-    text = std::to_string(static_cast<int>(ckpt::is_there(folder))) + '\0';
+    text = fields_of({std::to_string(static_cast<int>(ckpt::is_there(folder)))});
     for (const auto& step : ckpt::find_steps(folder)) {
-      const auto state = std::to_string(static_cast<int>(step.state));
-      for (const auto& field : {state, std::to_string(step.saved), step.name.number.digits(), step.path.string(), step.fault}) {
-        text += field + '\0';
-      }
+      text += fields_of({std::to_string(static_cast<int>(step.state)), std::to_string(step.saved), step.name.number.digits(),
+                         step.path.string(), step.fault});
     }
   });
   text = ranks.broadcast(text, "the checkpoints of a folder");

@@ -32,12 +32,6 @@ constexpr std::int64_t kSmallRecord = 16 << 10;
 const std::string kSidecarName(ckpt::kSidecar);
 const std::string kMetadataName(ckpt::kMetadataFile);
 
-std::string fields_of(const std::vector<std::string>& fields) {
-  std::string text;
-  for (const auto& field : fields) text += field + '\0';
-  return text;
-}
-
 /// Describes the step of this name in this host's folder: name, number, and each file with its size that is there.
 std::string describe_step(const fs::path& step) {
   const auto sidecar = ckpt::read_sidecar(step);
@@ -71,6 +65,11 @@ Hosts Hosts::find(const std::string& folder, const CheckpointRanks& ranks) {
     hosts.ranks[found->second].push_back(static_cast<std::int64_t>(rank));
   }
   return hosts;
+}
+
+bool MemoryStep::is_on(std::size_t host, const std::string& file) const {
+  const auto& holders = files.at(file).hosts;
+  return std::find(holders.begin(), holders.end(), host) != holders.end();
 }
 
 std::string MemoryStep::missing() const {
@@ -121,14 +120,10 @@ MemorySteps MemorySteps::find(const std::string& folder, const Hosts& hosts, con
 std::vector<std::string> drop_damaged(MemoryStep& step, const std::string& folder, const Hosts& hosts, const CheckpointRanks& ranks) {
   std::string text;
   const auto path = fs::path(folder) / step.name;
-  const auto holds = [&](const std::string& name) {
-    const auto& holders = step.files.at(name).hosts;
-    return std::find(holders.begin(), holders.end(), hosts.own(ranks)) != holders.end();
-  };
-  if (hosts.leads(ranks) && holds(kSidecarName)) {
+  if (hosts.leads(ranks) && step.is_on(hosts.own(ranks), kSidecarName)) {
     try {
       for (const auto& entry : ckpt::read_sidecar(path).files) {
-        if (!holds(entry.name)) continue;
+        if (!step.is_on(hosts.own(ranks), entry.name)) continue;
         if (const auto fault = ckpt::fault_in(path, entry); !fault.empty()) text += fields_of({entry.name, path.string() + ": " + fault});
       }
     } catch (const Error& error) {
@@ -153,14 +148,12 @@ HeldStep::~HeldStep() {
   if (received_) received_->discard();
 }
 
-bool HeldStep::holds(std::size_t host, const std::string& file) const {
-  const auto& holders = step_.files.at(file).hosts;
-  return std::find(holders.begin(), holders.end(), host) != holders.end();
+bool HeldStep::is_elsewhere(const std::string& file) const {
+  return step_.files.contains(file) && !step_.is_on(hosts_.own(ranks_), file);
 }
 
 fs::path HeldStep::path_of(const std::string& file) const {
-  const bool is_here = !step_.files.contains(file) || holds(hosts_.own(ranks_), file);
-  return is_here || !received_ ? fs::path(path()) / file : received_->path() / file;
+  return is_elsewhere(file) && received_ ? received_->path() / file : fs::path(path()) / file;
 }
 
 std::string HeldStep::origin() const {
@@ -192,7 +185,7 @@ void HeldStep::open() {
 std::vector<RecordLocation> HeldStep::missing_blocks(const std::vector<RecordLocation>& needed) {
   std::set<std::pair<std::string, std::int64_t>> blocks;
   for (const auto& [file, offset, length] : needed) {
-    if (!step_.files.contains(file) || holds(hosts_.own(ranks_), file)) continue;
+    if (!is_elsewhere(file)) continue;
     for (auto block = offset / ckpt::kSummedBlock; block * ckpt::kSummedBlock < offset + length; ++block) {
       if (asked_.emplace(file, block).second) blocks.emplace(file, block);
     }

@@ -38,6 +38,7 @@ struct MemoryStep {
   std::int64_t saved = 0;
   std::map<std::string, File> files;  ///< The listed ones, and the sidecar.
 
+  bool is_on(std::size_t host, const std::string& file) const;
   /// Names the files that no host holds; empty if there are none.
   std::string missing() const;
 };
@@ -78,7 +79,7 @@ class HeldStep {
   std::string origin() const;
 
  private:
-  bool holds(std::size_t host, const std::string& file) const;
+  bool is_elsewhere(const std::string& file) const;
   std::vector<ckpt::RecordLocation> missing_blocks(const std::vector<ckpt::RecordLocation>& needed);
   void receive(const std::string& file, std::int64_t offset, std::span<const char> data);
 

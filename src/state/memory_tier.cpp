@@ -99,7 +99,7 @@ void MemoryTier::write(const std::string& name, const Snapshot& snapshot, std::i
     });
     std::string own_folder;
     const auto told =
-        ranks_.gather_everywhere(name + '\0' + (step ? step->path().string() : "") + '\0', "checkpoint: its folders in memory");
+        ranks_.gather_everywhere(fields_of({name, step ? step->path().string() : ""}), "checkpoint: its folders in memory");
     RankFile written;
     ranks_.together(what, [&] {
       if (Fields(told.front()).next() != name) {

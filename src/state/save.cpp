@@ -186,13 +186,17 @@ void AsyncSaver::save(const std::string& path, const ExtraState& extra, SaveOpti
 
 void AsyncSaver::save_in_memory(const std::string& name, const ExtraState& extra, SaveOptions options) {
   if (!impl_->tier) throw Error("save_in_memory: the saver has no folder in memory, or no longer; give AsyncSaverOptions::memory");
-  impl_->memory->wait();
+  wait_for_memory();
   impl_->begin_in_memory(name, extra, options, ckpt::new_saved());
 }
 
 void AsyncSaver::wait() {
   // If both have failed, the error of the disk is thrown, and the other one by the next call.
   impl_->disk.wait();
+  wait_for_memory();
+}
+
+void AsyncSaver::wait_for_memory() {
   if (impl_->memory) impl_->memory->wait();
 }
 

@@ -38,6 +38,13 @@ inline std::string advice_on_prefixes(const std::set<std::string>& prefixes, std
 }
 
 /// A text of several fields, each followed by '\0', by which ranks exchange several values.
+inline std::string fields_of(const std::vector<std::string>& fields) {
+  std::string text;
+  for (const auto& field : fields) text += field + '\0';
+  return text;
+}
+
+/// Reads such a text.
 class Fields {
  public:
   explicit Fields(std::string_view text) : rest_(text) {}

@@ -4,9 +4,10 @@
 
 `--kills` SIGKILLs hit one rank; `--hosts` hit all ranks of a host, whose folder in memory is removed, too. Ranks with
 folders of their own stand for hosts; with --network, so do network and process namespaces (bench/harness/hosts.py).
-Nothing is saved to the disk before the end of a run, so each restart that goes on has read from memory only. After each
-kill, the restart repeats no more steps than were made since the last save in memory but one, and nothing hangs. When a
-run is through, its checkpoint must have the bits of a run without kills, and no folder may be left in memory.
+Nothing is saved to the disk before the end of a run, so each restart that goes on has read from memory only. Each restart
+takes the newest step that was complete in memory when the last rank had ended, and nothing hangs. As a save waits for the
+one before, no more steps are repeated than lie between three saves. When a run is through, its checkpoint must have the
+bits of a run without kills, and no folder may be left in memory.
 """
 
 from __future__ import annotations
@@ -132,10 +133,16 @@ class Survive:
         self.text.write_text("".join(f"the quick brown fox {i % 7}\n" for i in range(2000)))
         self.network: Hosts | None = None
         self.seconds: list[float] = []
-        self.most_repeated = self.runs = self.from_the_beginning = 0
+        self.repeated: list[int] = []
+        self.runs = self.from_the_beginning = self.under_way = 0
 
     def memory(self, run: Path, host: int) -> Path:
         return self.shm / f"host{host}" / run.name
+
+    def newest_in_memory(self, run: Path) -> int:
+        """The newest step that a host holds, which then has the files of both; 0 if there is none."""
+        steps = [path for host in range(HOSTS) for path in self.memory(run, host).glob("step-*")]
+        return max((int(path.name.removeprefix("step-")) for path in steps), default=0)
 
     def checkpoint(self, run: Path) -> Path:
         return run / "checkpoints" / f"step-{STEPS}"
@@ -171,13 +178,16 @@ class Survive:
             if of_host:
                 has_copies = False
                 shutil.rmtree(self.memory(run, host), ignore_errors=True)
+            newest = self.newest_in_memory(run)
             attempt, begins = Attempt(self, run), begins + 1
             made = attempt.wait_for_step(begins, 1)
             self.seconds.append(time.monotonic() - killed_at)
             seen, resumed, _ = attempt.seen()
             require(made or seen == begins, f"a restart failed; see {attempt.output}")
+            require(resumed == newest, f"went on from {resumed}, and {newest} was complete; see {attempt.output}")
             self.from_the_beginning += resumed == 0
-            self.most_repeated = max(self.most_repeated, reached - resumed)
+            self.under_way += reached // EVERY * EVERY > resumed
+            self.repeated.append(reached - resumed)
             require(reached - resumed <= 2 * EVERY, f"{reached - resumed} steps are repeated; see {attempt.output}")
         codes = attempt.wait()
         require(codes == [0] * RANKS, f"exit codes {codes}; see {attempt.output}")
@@ -231,8 +241,8 @@ def main() -> None:
     times = sorted(survive.seconds)
     print(
         f"all well: {arguments.kills} kills of a rank, {arguments.hosts} of a host with its memory, {survive.runs} runs with the bits of "
-        f"one without kills; at most {survive.most_repeated} steps repeated with a save every {EVERY}, {survive.from_the_beginning} "
-        f"restarts from the beginning; from the kill to the next step {statistics.median(times):.1f} s (median), {times[-1]:.1f} s at most"
+        f"one without kills; {statistics.mean(survive.repeated):.1f} steps repeated (mean), {max(survive.repeated)} at most, with a save "
+        f"every {EVERY}; {survive.under_way} kills while a save was under way, {survive.from_the_beginning} restarts from the beginning; from the kill to the next step {statistics.median(times):.1f} s (median), {times[-1]:.1f} s at most"
     )
 
 

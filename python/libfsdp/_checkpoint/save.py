@@ -310,6 +310,14 @@ class AsyncSaver:
             Error: the error of a save, on every rank.
         """
         self._disk.wait()
+        self.wait_for_memory()
+
+    def wait_for_memory(self) -> None:
+        """Waits for the last save in memory only. A restart then repeats the steps since that save at most.
+
+        Raises:
+            Error: the error of the save, on every rank.
+        """
         if self._memory is not None:
             self._memory.wait()
 

@@ -262,6 +262,10 @@ class SignalForwarder {
     }
   }
 
+  static bool has_any() {
+    return std::any_of(signals.begin(), signals.end(), [](const Forwarded& signal) { return signal.arrived != 0; });
+  }
+
   /// The signal by which all ranks that failed have ended, if it came by this process; else 0.
   static int ended_by(const std::vector<RankProcess*>& failures) {
     for (const auto& signal : signals) {
@@ -392,27 +396,37 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails&
         "launch_local: this process runs several threads, whose locks would stay locked in forked ranks; call launch_local before the "
         "first tensor operation, or start the ranks with torchrun or mpirun");
   }
-  // A forked copy would print what is still buffered a second time.
-  std::cout.flush();
-  std::fflush(nullptr);
-  std::vector<RankProcess> ranks = start_ranks(nproc, fn, details);
-  int ended_by = 0;
-  int result = 0;
-  {
-    SignalForwarder signals;
-    const auto failures = supervise(ranks, signals, details);
-    ended_by = signals.ended_by(failures);
-    if (ended_by == 0) result = report_failures(ranks, failures, details.grace);
+  if (details.max_restarts < 0) {
+    throw Error("launch_local: max_restarts is " + std::to_string(details.max_restarts) + "; give 0 or more");
   }
-  if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
-  return result;
+  for (int restarts = 0;; ++restarts) {
+    // A forked copy would print what is still buffered a second time.
+    std::cout.flush();
+    std::fflush(nullptr);
+    std::vector<RankProcess> ranks = start_ranks(nproc, fn, details);
+    int ended_by = 0;
+    int result = 0;
+    bool is_last = restarts == details.max_restarts;
+    {
+      SignalForwarder signals;
+      const auto failures = supervise(ranks, signals, details);
+      ended_by = signals.ended_by(failures);
+      if (ended_by == 0) result = report_failures(ranks, failures, details.grace);
+      is_last = is_last || signals.has_any();
+    }
+    if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
+    if (result == 0 || is_last) return result;
+    std::cerr << "launch_local: all ranks are started again (" + std::to_string(restarts + 1) + " of " +
+                     std::to_string(details.max_restarts) + ")\n"
+              << std::flush;
+  }
 }
 
 }  // namespace comm
 
 int launch_local(int nproc, const std::function<int()>& fn, LaunchOptions options) {
   try {
-    return comm::launch_ranks(nproc, fn, {.prefix_output = options.prefix_output});
+    return comm::launch_ranks(nproc, fn, {.prefix_output = options.prefix_output, .max_restarts = options.max_restarts});
   } catch (const Error& error) {
     std::cerr << std::string(error.what()) + "\n" << std::flush;
     return 1;

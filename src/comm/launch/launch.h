@@ -10,6 +10,7 @@ struct LaunchDetails {
   /// After the first failure the other ranks get this long to fail by themselves, so that their own messages come out.
   std::chrono::milliseconds grace = std::chrono::seconds(10);
   bool prefix_output = false;  ///< See fsdp::LaunchOptions.
+  int max_restarts = 0;        ///< See there.
 };
 
 /// fsdp::launch_local with these options.

@@ -1,5 +1,6 @@
 #include "comm/launch/launch.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -95,6 +96,41 @@ TEST(Launch, InARankOfAnotherLauncherPrintsTheException) {
   };
   EXPECT_EQ(launched_with("1").errors, "rank 0 failed: bad shape\nrank 0 failed: exit code 1\n");
   EXPECT_EQ(launched_with("many").errors, "this rank failed: bad shape\nrank 0 failed: exit code 1\n");
+}
+
+TEST(Launch, StartsAllRanksAgainAfterAFailure) {
+  // How often rank 0 has begun; it is killed the first two times.
+  void* shared = mmap(nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  auto& begun = *new (shared) std::atomic<int>(0);
+  const auto run = [&](int max_restarts) {
+    begun = 0;
+    CaptureStderr();
+    const int result = launch_local(
+        2,
+        [&] {
+          const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+          if (own_rank() == 0 && ++begun < 3) raise(SIGKILL);
+          mesh.barrier();
+          return 0;
+        },
+        {.max_restarts = max_restarts});
+    return Outcome{result, GetCapturedStderr()};
+  };
+  const std::string killed = "rank 0 was killed by signal 9 (Killed)\n";
+  const auto again = [](int number, int of) {
+    return "launch_local: all ranks are started again (" + std::to_string(number) + " of " + std::to_string(of) + ")\n";
+  };
+  const auto enough = run(5);
+  EXPECT_EQ(enough.result, 0);
+  EXPECT_EQ(enough.errors, killed + again(1, 5) + killed + again(2, 5));
+  EXPECT_EQ(begun, 3);
+  const auto too_few = run(1);
+  EXPECT_EQ(too_few.result, 1);
+  EXPECT_EQ(too_few.errors, killed + again(1, 1) + killed);
+  EXPECT_EQ(begun, 2);
+  EXPECT_EQ(run(-1).errors, "launch_local: max_restarts is -1; give 0 or more\n");
+  munmap(shared, sizeof(begun));
 }
 
 TEST(Launch, RejectsNoRanks) {

@@ -17,7 +17,7 @@ namespace termination_test {
 volatile std::sig_atomic_t asked_to_end = 0;
 
 /// A program of two ranks that gets a signal, `times` times, when both have begun; without `rank`, they do not handle it, and with
-/// `rank_waits` do not end by it. Its status, as waitpid gives it.
+/// `rank_waits` do not end by it. Its status, as waitpid gives it. Ranks that have ended after a signal are not started again.
 int status_of(int number, const std::function<int()>& rank, int times = 1, unsigned between_us = 0, bool rank_waits = false) {
   int begun[2];
   if (pipe(begun) != 0) return -1;
@@ -31,7 +31,7 @@ int status_of(int number, const std::function<int()>& rank, int times = 1, unsig
       if (write(begun[1], "x", 1) != 1) return 1;
       while (asked_to_end == 0 || rank_waits) usleep(10'000);
       return rank();
-    }));
+    }, {.max_restarts = 1}));
   }
   close(begun[1]);
   char byte = 0;

@@ -10,6 +10,8 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
+#include <iomanip>
 #include <map>
 #include <optional>
 #include <string>
@@ -82,6 +84,12 @@ class Memory : public fsdp::testing::CheckpointTest {
     return fsdp::load_latest(memory(rank, per_host), disk(), *run.model, *run.optimizer);
   }
   static std::int64_t step_of(const std::optional<fsdp::Loaded>& loaded) { return loaded ? loaded->get<std::int64_t>("step") : 0; }
+
+  static std::int64_t bytes_in(const std::string& folder) {
+    std::uintmax_t bytes = 0;
+    for (const auto& entry : fs::recursive_directory_iterator(folder)) bytes += entry.is_regular_file() ? entry.file_size() : 0;
+    return static_cast<std::int64_t>(bytes);
+  }
 
   static std::vector<std::string> names_in(const std::string& folder) { return fsdp::ckpt::list_folder(folder); }
 };
@@ -291,6 +299,39 @@ TEST_F(Memory, OfARankThatDiesHasTheStepBefore) {
   }
 }
 
+// Also right before the next save: with a save every two steps, at most two are repeated.
+TEST_F(Memory, ARankThatIsKilledStartsAgainAndRepeatsFewSteps) {
+  const auto train = [&] {
+    alarm(60);
+    const int rank = std::stoi(std::getenv("RANK"));
+    Training run({}, fsdp::testing::adamw(), 12);
+    const auto begin = step_of(load(run, rank, 2));
+    AsyncSaver saver(*run.model, run.optimizer.get(), {.memory = memory(rank, 2)});
+    for (auto step = static_cast<int>(begin) + 1; step <= 9; ++step) {
+      run.train(step - 1, step);
+      const bool is_killed = (begin == 0 && step == 6) || (begin == 4 && step == 7);
+      if (rank == 1 && is_killed) kill(getpid(), SIGKILL);
+      if (step % 2 != 0) continue;
+      saver.save_in_memory(name(step), at(step));
+      saver.wait_for_memory();
+    }
+    fsdp::save(path("end"), *run.model, *run.optimizer, {{"begin", begin}}, {.rng = false});
+    return 0;
+  };
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(fsdp::comm::launch_ranks(2, train, {.grace = std::chrono::seconds(5), .max_restarts = 3}), 0);
+  const auto printed = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(has(printed, "(2 of 3)") && !has(printed, "(3 of 3)")) << printed;
+  run_ranks(2, [&](int rank) {
+    Training run;
+    const auto loaded = fsdp::load(path("end"), *run.model, *run.optimizer);
+    EXPECT_EQ(loaded.get<std::int64_t>("begin"), 6);
+    Training expected({}, fsdp::testing::adamw(), 12);
+    expected.train(0, 9);
+    fsdp::testing::expect_same_bits(state_of(run, "a"), state_of(expected, "b"));
+  });
+}
+
 // The clock of the run before was ahead.
 TEST_F(Memory, TheNewestIsTheLastOneSavedWhateverTheClock) {
   run_ranks(2, [&](int rank) {
@@ -326,6 +367,8 @@ TEST_F(Memory, DoesNotWaitForTheDisk) {
     const fsdp::ckpt::ReplacedFileSystem replaced(files);
     saver.save(disk() + "/step-1", at(1));
     for (int step = 2; step < 5; ++step) saver.save_in_memory(name(step), at(step));
+    saver.wait_for_memory();
+    EXPECT_TRUE(fs::exists(host(rank) + "/step-4"));
     may_commit = true;
     saver.wait();
     EXPECT_EQ(waited, rank == 0);
@@ -352,6 +395,67 @@ TEST_F(Memory, APlanCountsItsBytes) {
       EXPECT_EQ(run.mesh.sum(static_cast<double>(written - plan.saver_memory(0))), others) << strategy;
       EXPECT_EQ(plan.saver_memory(1), 4 * plan.saver_memory(0));
       EXPECT_EQ(plan.saver_memory(2), 6 * plan.saver_memory(0));
+    });
+  }
+}
+
+// At each system call of saves, with the copies of another rank; and a plan has the size of large models.
+TEST_F(Memory, HoldsTwoStepsAtMostWhileOneIsWritten) {
+  run_ranks(2, [&](int rank) {
+    const auto mesh = fsdp::init_device_mesh("cpu", {{"dp_shard", -1}});
+    torch::nn::Linear model(512, 512);
+    fsdp::fully_shard(*model, {.mesh = mesh});
+    fsdp::AdamW optimizer(*model, {});
+    model->forward(torch::ones({1, 512})).sum().backward();
+    optimizer.step();
+    AsyncSaver saver(*model, &optimizer, {.memory = memory(rank, 1)});
+    std::int64_t most = 0;
+    fsdp::testing::FaultyFiles files;
+    files.before = [&](const std::string&, const std::string&) { most = std::max(most, bytes_in(host(rank))); };
+    const fsdp::ckpt::ReplacedFileSystem replaced(files);
+    for (int step = 1; step <= 4; ++step) saver.save_in_memory(name(step), at(step));
+    saver.wait();
+    const auto lease = static_cast<std::int64_t>(fs::file_size(host(rank) + "/.fsdp-job"));
+    EXPECT_EQ(most, 2 * bytes_in(host(rank) + "/step-4") + lease);
+    torch::nn::Linear planned(512, 512);
+    const auto plan = fsdp::plan(*planned, {.mesh = fsdp::planned_device_mesh("cpu", {{"dp_shard", 2}}, {.rank = rank})});
+    const auto in_files = plan.saver_memory(2) - 2 * plan.saver_memory(0);
+    EXPECT_GE(most, in_files);
+    EXPECT_LT(most, in_files + in_files / 50) << "heads, metadata and sums";
+  });
+}
+
+// As after a night in which nobody started it again.
+TEST_F(Memory, OfAKilledJobIsRemovedByAnotherOneAfterItsLease) {
+  constexpr auto kMinute = std::chrono::minutes(1);
+  for (const int minutes : {29, 31}) {
+    const auto killed = [&] {
+      Training run;
+      AsyncSaver saver(*run.model, run.optimizer.get(), {.memory = path("shm/killed")});
+      saver.save_in_memory("step-1", at(1));
+      saver.wait();
+      kill(getpid(), SIGKILL);
+      return 0;
+    };
+    ::testing::internal::CaptureStderr();
+    EXPECT_EQ(fsdp::comm::launch_ranks(2, killed, {.grace = std::chrono::seconds(5)}), 1);
+    ::testing::internal::GetCapturedStderr();
+    // The stamp of the last renewal, in nanoseconds.
+    std::fstream lease(path("shm/killed/.fsdp-job"), std::ios::in | std::ios::out);
+    lease.seekg(static_cast<std::streamoff>(std::string("fsdp-owner 1\nrenewed ").size()));
+    const auto at_stamp = lease.tellg();
+    std::string stamp;
+    lease >> stamp;
+    const auto renewed = std::stoll(stamp) - std::chrono::nanoseconds(minutes * kMinute).count();
+    lease.seekp(at_stamp);
+    lease << std::setfill('0') << std::setw(static_cast<int>(stamp.size())) << renewed;
+    lease.close();
+    run_ranks(2, [&] {
+      Training run;
+      AsyncSaver saver(*run.model, run.optimizer.get(), {.memory = path("shm/other")});
+      EXPECT_EQ(fs::exists(path("shm/killed")), minutes < 30);
+      EXPECT_EQ(fs::exists(path("shm/killed/step-1/.metadata")), minutes < 30);
+      saver.remove_memory();
     });
   }
 }
