@@ -67,7 +67,7 @@ def measure(kills: int, ranks: int, folder: Path, memory: Path) -> list[float]:
             children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
             os.kill(int(random.choice(children)), signal.SIGKILL)
             killed_at = time.monotonic()
-            time.sleep(0.05)  # a save that was about to be complete may still be; then no step can be before the restart
+            time.sleep(0.05)  # the other ranks' saves end or fail
             wait_for(memory, newest(memory) + 1, torchrun)
             seconds.append(time.monotonic() - killed_at)
     except RuntimeError:

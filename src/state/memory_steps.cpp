@@ -148,9 +148,7 @@ HeldStep::~HeldStep() {
   if (received_) received_->discard();
 }
 
-bool HeldStep::is_elsewhere(const std::string& file) const {
-  return step_.files.contains(file) && !step_.is_on(hosts_.own(ranks_), file);
-}
+bool HeldStep::is_elsewhere(const std::string& file) const { return step_.files.contains(file) && !step_.is_on(hosts_.own(ranks_), file); }
 
 fs::path HeldStep::path_of(const std::string& file) const {
   return is_elsewhere(file) && received_ ? received_->path() / file : fs::path(path()) / file;

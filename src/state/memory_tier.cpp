@@ -98,8 +98,7 @@ void MemoryTier::write(const std::string& name, const Snapshot& snapshot, std::i
       step = ckpt::begin_step(target);
     });
     std::string own_folder;
-    const auto told =
-        ranks_.gather_everywhere(fields_of({name, step ? step->path().string() : ""}), "checkpoint: its folders in memory");
+    const auto told = ranks_.gather_everywhere(fields_of({name, step ? step->path().string() : ""}), "checkpoint: its folders in memory");
     RankFile written;
     ranks_.together(what, [&] {
       if (Fields(told.front()).next() != name) {

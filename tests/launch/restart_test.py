@@ -1,4 +1,4 @@
-"""Loops of docs/run/survive.md around mpirun: a rank is killed, all are started again, and go on from memory.
+"""The loop of docs/run/survive.md around mpirun: a rank is killed, all are started again, and go on from memory.
 
     restart_test.py TRAIN_GPT FSDP_CKPT
 """
@@ -47,8 +47,8 @@ def main(train_gpt: str, fsdp_ckpt: str) -> None:
         memory = Path(shm, "run")
 
         def start(run: str, *more: str) -> subprocess.Popen[bytes]:
-            options = {"data": text, "run": f"{folder}/{run}", "steps": STEPS, "eval-every": 1000000, "sample-tokens": 0}
-            options |= {"dim": 16, "layers": 2, "heads": 2, "context": 16, "batch": 4, "resume": "auto"}
+            options = {"data": text, "run": f"{folder}/{run}", "steps": STEPS, "eval-every": 1000000}
+            options |= {"sample-tokens": 0, "dim": 16, "layers": 2, "heads": 2, "context": 16, "batch": 4, "resume": "auto"}
             words = [train_gpt, *(f"--{name}={value}" for name, value in options.items()), *more]
             command = loop.replace(COMMAND, f"mpirun -np 2 {shlex.join(words)}")
             with Path(folder, f"{run}.out").open("w") as out:
@@ -72,7 +72,8 @@ def main(train_gpt: str, fsdp_ckpt: str) -> None:
         assert resumed[1] >= 20, resumed
         assert os.listdir(shm) == [], "nothing is left in memory"
         paths = [f"{folder}/{run}/checkpoints/step-{STEPS}" for run in ("whole", "killed")]
-        subprocess.run([fsdp_ckpt, "diff", *paths, "--ignore", "extra.", "--ignore", "fsdp.rng"], check=True, timeout=60)
+        command = [fsdp_ckpt, "diff", *paths, "--ignore", "extra.", "--ignore", "fsdp.rng"]
+        subprocess.run(command, check=True, timeout=PATIENCE)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,8 @@ def main() -> None:
     print(
         f"all well: {arguments.kills} kills of a rank, {arguments.hosts} of a host with its memory, {survive.runs} runs with the bits of "
         f"one without kills; {statistics.mean(survive.repeated):.1f} steps repeated (mean), {max(survive.repeated)} at most, with a save "
-        f"every {EVERY}; {survive.under_way} kills while a save was under way, {survive.from_the_beginning} restarts from the beginning; from the kill to the next step {statistics.median(times):.1f} s (median), {times[-1]:.1f} s at most"
+        f"every {EVERY}; {survive.under_way} kills while a save was under way, {survive.from_the_beginning} restarts from the beginning; "
+        f"from the kill to the next step {statistics.median(times):.1f} s (median), {times[-1]:.1f} s at most"
     )
 
 

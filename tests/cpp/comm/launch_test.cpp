@@ -106,15 +106,14 @@ TEST(Launch, StartsAllRanksAgainAfterAFailure) {
   const auto run = [&](int max_restarts) {
     begun = 0;
     CaptureStderr();
-    const int result = launch_local(
-        2,
-        [&] {
-          const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
-          if (own_rank() == 0 && ++begun < 3) raise(SIGKILL);
-          mesh.barrier();
-          return 0;
-        },
-        {.max_restarts = max_restarts});
+    const int result = launch_local(2,
+                                    [&] {
+                                      const auto mesh = init_device_mesh("cpu", {{"dp_shard", -1}});
+                                      if (own_rank() == 0 && ++begun < 3) raise(SIGKILL);
+                                      mesh.barrier();
+                                      return 0;
+                                    },
+                                    {.max_restarts = max_restarts});
     return Outcome{result, GetCapturedStderr()};
   };
   const std::string killed = "rank 0 was killed by signal 9 (Killed)\n";

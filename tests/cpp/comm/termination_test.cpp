@@ -24,14 +24,16 @@ int status_of(int number, const std::function<int()>& rank, int times = 1, unsig
   const pid_t program = fork();
   if (program == 0) {
     alarm(60);
-    _exit(fsdp::launch_local(2, [&] {
-      alarm(30);
-      // A forked rank has the handler of the program that waits for it.
-      signal(number, rank ? [](int) { asked_to_end = 1; } : SIG_DFL);
-      if (write(begun[1], "x", 1) != 1) return 1;
-      while (asked_to_end == 0 || rank_waits) usleep(10'000);
-      return rank();
-    }, {.max_restarts = 1}));
+    _exit(fsdp::launch_local(2,
+                             [&] {
+                               alarm(30);
+                               // A forked rank has the handler of the program that waits for it.
+                               signal(number, rank ? [](int) { asked_to_end = 1; } : SIG_DFL);
+                               if (write(begun[1], "x", 1) != 1) return 1;
+                               while (asked_to_end == 0 || rank_waits) usleep(10'000);
+                               return rank();
+                             },
+                             {.max_restarts = 1}));
   }
   close(begun[1]);
   char byte = 0;

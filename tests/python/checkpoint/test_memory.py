@@ -39,8 +39,9 @@ def save_steps(folder: str, case: str) -> list[float]:
     saver.save(f"{folder}/disk/step-2", {"step": 2})
     train_more(model, optimizer, case, range(2, 3))
     saver.save_in_memory("step-3", {"step": 3}, rank_extra={"position": dist.get_rank()})
-    saver.wait()
+    saver.wait_for_memory()
     assert sorted(os.listdir(memory(folder))) == [".fsdp-job", "step-2", "step-3"]
+    saver.wait()
     return train_more(model, optimizer, case, range(3, 5))
 
 
