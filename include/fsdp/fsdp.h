@@ -14,6 +14,7 @@
 #include "fsdp/fully_shard.h"            // sharding a module
 #include "fsdp/gather_format.h"          // other formats of parameters in all-gathers
 #include "fsdp/goodput.h"                // useful training time of a run with failures
+#include "fsdp/grad_comm_format.h"       // gradients in 8 or 4 bits
 #include "fsdp/grad_scaler.h"            // loss scaling for fp16
 #include "fsdp/gradient_norm.h"          // norms of gradients, clipping by them
 #include "fsdp/launch.h"                 // starting ranks on this machine

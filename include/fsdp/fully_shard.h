@@ -13,6 +13,7 @@
 #include "fsdp/device_mesh.h"
 #include "fsdp/fsdp_module.h"
 #include "fsdp/gather_format.h"
+#include "fsdp/grad_comm_format.h"
 #include "fsdp/granularity.h"
 #include "fsdp/memory_budget.h"
 #include "fsdp/mixed_precision.h"
@@ -68,6 +69,7 @@ struct UnitSettings {
   double gradient_divide_factor = 0;
   std::optional<bool> reshard_after_forward = {};            ///< By default, the value in FullyShardOptions.
   std::optional<MixedPrecisionPolicy> mixed_precision = {};  ///< By default, the value in FullyShardOptions.
+  std::optional<GradCommFormat> grad_comm_format = {};       ///< By default, the value in FullyShardOptions.
 };
 
 /// Describes a parameter that is one piece of a larger tensor (tensor parallelism). The complete tensor consists of the pieces of the ranks
@@ -129,6 +131,9 @@ struct FullyShardOptions {
   std::function<std::optional<TensorParallel>(const std::string& name, const at::Tensor& parameter)> tensor_parallel = {};
   /// The format in which each parameter is all-gathered; null stands for its compute dtype. Share one format between parameters.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
+  /// The format in which gradients are sent as messages, in 8 or 4 bits; without one, in the policy's dtype. CPUs only. Throws Error for
+  /// parameters whose gradients are sent in float64.
+  std::optional<GradCommFormat> grad_comm_format = {};
   /// What is kept in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
   Offload offload = Offload::kNone;
   /// Settings of single units, by name ("" for the root) and module. They must be the same on every rank, except for the ranks of meshes.

@@ -17,7 +17,7 @@ struct MemoryStats {
   MemoryUse main_gradients;           ///< Reduced gradients, which the optimizer reads.
   MemoryUse gathered_parameters;      ///< Unsharded parameters of units, for computation.
   MemoryUse unreduced_gradients;      ///< Gradients of units before their reduction.
-  MemoryUse communication;            ///< Receive staging of reductions.
+  MemoryUse communication;            ///< Staging of reductions, and their error feedback.
   MemoryUse optimizer_state;          ///< Moments and other state of the optimizer for each element.
   MemoryUse total;                    ///< The sum of all of the above; its peak is the peak of the sum.
   MemoryUse host;                     ///< Offloaded main parameters, main gradients and optimizer state. Counted nowhere else.

@@ -76,6 +76,18 @@ class AfterForward:
     @property
     def value(self) -> int: ...
 
+class GradCommFormat:
+    def __init__(
+        self,
+        *,
+        bits: int,
+        block: int,
+        hadamard: bool,
+        stochastic_rounding: bool,
+        seed: int,
+        error_feedback: bool,
+    ) -> None: ...
+
 class ShownUnit:
     after_forward: AfterForward
     reshard_after_backward: bool
@@ -103,6 +115,7 @@ class ShownUnit:
         pin_memory: bool,
         outer_sharded: bool,
         rounds_gradients: bool,
+        grad_comm_format: GradCommFormat | None,
     ) -> None: ...
     @property
     def allocated(self) -> bool: ...

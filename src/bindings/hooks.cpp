@@ -7,6 +7,7 @@
 #include <map>
 
 #include "base/outside_transforms.h"
+#include "base/rounded_blocks.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "engine/engine.h"
@@ -50,7 +51,7 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
 std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::ParameterSpec> parameters, const DeviceMesh& mesh,
                                      const std::string& placements, engine::AfterForward after_forward, std::int64_t post_forward_size,
                                      Dtype param_dtype, Dtype reduce_dtype, bool offload, bool pin_memory, bool outer_sharded,
-                                     bool rounds_gradients) {
+                                     bool rounds_gradients, std::optional<GradCommFormat> grad_comm_format) {
   hooks::UnitSpec spec;
   spec.name = std::move(name);
   spec.mesh = mesh;
@@ -63,6 +64,7 @@ std::shared_ptr<ShownUnit> make_unit(std::string name, std::vector<hooks::Parame
   spec.post_forward_size = post_forward_size;
   spec.options.outer_sharded_optimizer = outer_sharded;
   spec.rounds_gradients = rounds_gradients;
+  spec.options.grad_comm_format = grad_comm_format;
   spec.parameters = std::move(parameters);
   const py::gil_scoped_release no_gil;
   return torch_python::freed_with_gil<ShownUnit>(std::move(spec));
@@ -147,6 +149,19 @@ void bind_hooks(py::module_& module) {
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
            py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("float8_block"), py::arg("extended"));
 
+  py::class_<GradCommFormat>(module, "GradCommFormat", "See libfsdp.GradCommFormat.")
+      .def(py::init([](int bits, std::int64_t block, bool hadamard, bool stochastic_rounding, std::uint64_t seed, bool error_feedback) {
+             const GradCommFormat format{bits, block, hadamard, stochastic_rounding, seed, error_feedback};
+             try {
+               check_format(format);
+             } catch (const Error& error) {
+               throw py::value_error(error.what());
+             }
+             return format;
+           }),
+           py::kw_only(), py::arg("bits"), py::arg("block"), py::arg("hadamard"), py::arg("stochastic_rounding"), py::arg("seed"),
+           py::arg("error_feedback"));
+
   py::enum_<engine::AfterForward>(module, "AfterForward", "What happens to a unit's unsharded parameters after forward.")
       .value("RESHARD", engine::AfterForward::kReshard)
       .value("UNTIL_BACKWARD", engine::AfterForward::kUntilBackward)
@@ -155,7 +170,7 @@ void bind_hooks(py::module_& module) {
   py::class_<ShownUnit, std::shared_ptr<ShownUnit>> unit(module, "ShownUnit", "The parameters of one call of fully_shard.");
   unit.def(py::init(&make_unit), py::arg("name"), py::arg("parameters"), py::arg("mesh"), py::kw_only(), py::arg("placements"),
            py::arg("after_forward"), py::arg("post_forward_size"), py::arg("param_dtype"), py::arg("reduce_dtype"), py::arg("offload"),
-           py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"))
+           py::arg("pin_memory"), py::arg("outer_sharded"), py::arg("rounds_gradients"), py::arg("grad_comm_format"))
       .def("allocate", &ShownUnit::allocate)
       .def_property_readonly("allocated", &ShownUnit::allocated)
       .def("shard", &ShownUnit::shard)

@@ -15,6 +15,7 @@
 
 #include "base/unit_facts.h"
 #include "comm/traffic.h"
+#include "fsdp/grad_comm_format.h"
 
 // Collectives over buffers. A communicator knows ranks and bytes, but no parameters or units.
 namespace fsdp::comm {
@@ -46,13 +47,25 @@ struct GatherPart {
   at::Tensor shard;
 };
 
+/// [Rounded once] How the contributions to a sum are rounded before they are sent as messages.
+struct Encoding {
+  GradCommFormat format;
+  /// Chooses the random numbers of stochastic rounding. The same on all ranks, and another one for each part of each reduction.
+  std::uint64_t key = 0;
+  /// With error feedback: fp32, out.numel() elements for each contribution that this rank sends (Traffic::contributions()), in the order of
+  /// the receivers. What rounding has lost of those that this rank sent last; the call replaces it. Otherwise undefined.
+  at::Tensor lost = {};
+};
+
 /// One sub-buffer of a reduce-scatter. `unreduced` has size * out.numel() elements; `staging` has staging_numel(out.numel())
 /// elements of unreduced's dtype (undefined if that is 0); `out` may have another dtype. When the collective is done,
 /// out = scale * sum over ranks r of (rank r's unreduced)[own region] (added to out's old value if `accumulate`), where the sum runs in
 /// fp32 (fp64 for double) pairwise in the order of the ranks, and is then, if `rounded`, rounded to unreduced's dtype. `unreduced` and
 /// `staging` must stay alive and untouched until wait() returned. `sum_dtype` is for a communicator whose sums run in the dtype of what it
 /// sends: if given, it converts `unreduced` to it first. `gives`, the same on all ranks and in all parts, has the ranks whose gradients
-/// count; empty: all. The others count as zero: their `unreduced` has the size and dtype, is not read, and needs no memory.
+/// count; empty: all. The others count as zero: their `unreduced` has the size and dtype, is not read, and needs no memory. With an
+/// `encoding`, the same for all parts except for `key` and `lost`, each contribution that travels as a message is encoded; `staging` then
+/// has Traffic::staging_bytes() bytes (kByte), and `unreduced` is not double.
 struct ReducePart {
   at::Tensor unreduced;
   at::Tensor staging;
@@ -61,6 +74,7 @@ struct ReducePart {
   bool rounded = false;
   std::optional<at::ScalarType> sum_dtype = {};
   std::vector<bool> gives = {};
+  std::optional<Encoding> encoding = {};
 };
 
 /// One buffer of a scatter, all 1-D and contiguous, of one dtype. `shards`, which only the root reads, has the data for each rank: as many

@@ -46,7 +46,7 @@ std::unique_ptr<Pending> NullCommunicator::all_gather(std::span<const GatherPart
 }
 
 std::unique_ptr<Pending> NullCommunicator::reduce_scatter(std::span<const ReducePart> parts, double scale, const Label& label) {
-  const auto sent = traffic_.sent(check_parts(parts, *this), summed_bytes(parts));
+  const auto sent = sent_in_reduction(traffic_, parts, check_parts(parts, *this));
   stats_.reduce_scatter_bytes += sent.wire + sent.shared_memory;
   stats_.shared_memory_bytes += sent.shared_memory;
   ++stats_.reduce_scatters;

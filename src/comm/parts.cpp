@@ -10,8 +10,11 @@
 #include <utility>
 
 #include "base/parallel_copy.h"
+#include "base/rounded_blocks.h"
+#include "base/stable_hash.h"
 #include "comm/call.h"
 #include "comm/rank_order_sum.h"
+#include "comm/rounded_sum.h"
 #include "fsdp/error.h"
 
 namespace fsdp::comm {
@@ -24,6 +27,20 @@ namespace {
 void check_flat(const char* operation, const char* name, const at::Tensor& tensor) {
   if (tensor.dim() == 1 && tensor.is_contiguous()) return;
   throw_misfit(operation, std::string(name) + " is not 1-D and contiguous");
+}
+
+void check_encoded(const ReducePart& part, const Traffic& traffic) {
+  constexpr const char* kOperation = "reduce-scatter";
+  const std::int64_t numel = part.out.numel();
+  if (part.unreduced.scalar_type() == at::kDouble) throw_misfit(kOperation, "double is not encoded");
+  const std::int64_t staging = traffic.staging_bytes(numel, contribution_bytes(part));
+  if (staging > 0 && (part.staging.scalar_type() != at::kByte || part.staging.numel() < staging)) {
+    throw_misfit(kOperation, "staging must have " + std::to_string(staging) + " bytes");
+  }
+  const std::int64_t lost = traffic.contributions() * numel;
+  if (part.encoding->format.error_feedback && (!part.encoding->lost.defined() || part.encoding->lost.numel() != lost)) {
+    throw_misfit(kOperation, "error feedback needs " + std::to_string(lost) + " elements");
+  }
 }
 
 std::uint64_t add_size(std::uint64_t hash, std::int64_t numel, at::ScalarType dtype) {
@@ -64,8 +81,9 @@ std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& 
     if (!part.gives.empty() && part.gives.size() != static_cast<std::size_t>(communicator.size())) {
       throw_misfit(kOperation, std::to_string(part.gives.size()) + " flags for " + std::to_string(communicator.size()) + " ranks");
     }
-    const std::int64_t staging = communicator.staging_numel(numel, part.unreduced.scalar_type());
-    if (staging > 0) {
+    if (part.encoding) {
+      check_encoded(part, communicator.traffic());
+    } else if (const std::int64_t staging = communicator.staging_numel(numel, part.unreduced.scalar_type()); staging > 0) {
       check_flat(kOperation, "staging", part.staging);
       if (part.staging.numel() < staging || part.staging.dtype() != part.unreduced.dtype()) {
         throw_misfit(kOperation, "staging must have " + std::to_string(staging) + " elements of unreduced's dtype");
@@ -76,12 +94,13 @@ std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& 
   return bytes;
 }
 
-std::int64_t summed_bytes(std::span<const ReducePart> parts) {
-  std::int64_t bytes = 0;
+Sent sent_in_reduction(const Traffic& traffic, std::span<const ReducePart> parts, std::int64_t bytes) {
+  std::int64_t summed = 0, encoded = 0;
   for (const ReducePart& part : parts) {
-    bytes += part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(part.unreduced.scalar_type())));
+    summed += part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(part.unreduced.scalar_type())));
+    if (part.encoding) encoded += contribution_bytes(part);
   }
-  return bytes;
+  return encoded > 0 ? traffic.sent_encoded(bytes, encoded) : traffic.sent(bytes, summed);
 }
 
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator) {
@@ -141,6 +160,8 @@ std::uint64_t sizes_of(std::span<const ReducePart> parts) {
   for (const ReducePart& part : parts) {
     hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
     for (const bool one : part.gives) hash = mix(hash, one ? 1 : 0);
+    if (!part.encoding) continue;
+    hash = mix(mix(hash, part.encoding->key), stable_hash(describe(part.encoding->format)));
   }
   return hash;
 }

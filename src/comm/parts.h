@@ -12,8 +12,8 @@ namespace fsdp::comm {
 /// bytes, in the dtype that is sent.
 std::int64_t check_parts(std::span<const GatherPart> parts, int size);
 std::int64_t check_parts(std::span<const ReducePart> parts, const Communicator& communicator);
-/// Returns the size of a reduction's shards in bytes, before their sums are rounded to the dtype that is sent.
-std::int64_t summed_bytes(std::span<const ReducePart> parts);
+/// The bytes that a rank sends in a reduction of these parts, whose shards have `bytes`.
+Sent sent_in_reduction(const Traffic& traffic, std::span<const ReducePart> parts, std::int64_t bytes);
 /// Returns the bytes that this rank sends, which is 0 on all ranks except the root.
 std::int64_t check_parts(std::span<const ScatterPart> parts, int root, const Communicator& communicator);
 

@@ -48,4 +48,16 @@ Sent Traffic::sent(std::int64_t bytes, std::int64_t summed_bytes) const {
   return {.wire = (size_ - 1) * (bytes - narrow) + levels_.unreduced_per_element() * narrow + levels_.sums_per_element() * 2 * narrow};
 }
 
+std::int64_t Traffic::contributions() const { return (way_ == Way::kSharedMemory ? hosts_ : size_) - 1; }
+
+// For contributions that are sent, and those that are received. A host's own sum is not encoded.
+std::int64_t Traffic::staging_bytes(std::int64_t shard_numel, std::int64_t encoded_bytes) const {
+  const bool has_own_sum = way_ == Way::kSharedMemory && hosts_ > 1;
+  return 2 * contributions() * encoded_bytes + (has_own_sum ? shard_numel * static_cast<std::int64_t>(sizeof(float)) : 0);
+}
+
+Sent Traffic::sent_encoded(std::int64_t bytes, std::int64_t encoded_bytes) const {
+  return {.wire = contributions() * encoded_bytes, .shared_memory = sent(bytes, bytes).shared_memory};
+}
+
 }  // namespace fsdp::comm

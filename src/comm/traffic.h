@@ -58,6 +58,13 @@ class Traffic {
 
   /// Elements of staging that a reduction of shards of `shard_numel` elements needs, in the dtype of the wire.
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const;
+  /// [Rounded once] Of a reduction in a GradCommFormat: how many contributions a rank sends, one to each other rank, or, if ranks of a host
+  /// sum first, one to each other host. The staging that it needs, for shards of so many elements, whose contributions have
+  /// `encoded_bytes`. The bytes that it sends, where `bytes` is as in sent().
+  std::int64_t contributions() const;
+  std::int64_t staging_bytes(std::int64_t shard_numel, std::int64_t encoded_bytes) const;
+  Sent sent_encoded(std::int64_t bytes, std::int64_t encoded_bytes) const;
+
   /// `bytes` is the size of a shard, over all parts; `summed_bytes` is the size of its sums before they are rounded.
   Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const;
 

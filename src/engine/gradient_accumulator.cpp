@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/rounded_blocks.h"
 #include "comm/parts.h"
 #include "memory/slot_storage.h"
 
@@ -101,7 +102,12 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
     reduced = unit.main_gradient.parts;
   }
   const auto& reduce = *unit.communicators.reduce;
-  const auto staged = [&](std::size_t k, at::ScalarType dtype) { return Part{dtype, reduce.staging_numel(numel(k, inner), dtype)}; };
+  const auto staged_by = [&](const comm::Communicator& ranks, std::int64_t shard_numel, at::ScalarType dtype) {
+    const auto& format = unit.options.grad_comm_format;
+    if (!format) return Part{dtype, ranks.staging_numel(shard_numel, dtype)};
+    return Part{at::kByte, ranks.traffic().staging_bytes(shard_numel, encoded_bytes(*format, shard_numel))};
+  };
+  const auto staged = [&](std::size_t k, at::ScalarType dtype) { return staged_by(reduce, numel(k, inner), dtype); };
   lay_out(staging, [&](std::size_t k) { return staged(k, formats[k].wire_gradient); });
   const auto narrows = [&](std::size_t k) { return computed_dtype(formats[k]) != formats[k].wire_gradient; };
   agrees_on_dtype = !reduce.is_alone() && std::any_of(sub_buffers.begin(), sub_buffers.end(), narrows);
@@ -117,8 +123,7 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
     lay_out(partial.buffer, [&](std::size_t k) { return Part{formats[k].main_gradient, shares(k)}; });
     lay_out(partial.wire, [&](std::size_t k) { return differs(k) ? Part{formats[k].wire_gradient, shares(k)} : Part{}; });
     lay_out(partial.staging, [&](std::size_t k) {
-      const auto wire_dtype = formats[k].wire_gradient;
-      return Part{wire_dtype, unit.communicators.outer->staging_numel(unit.outer_cuts() ? numel(k, 1) : share(k), wire_dtype)};
+      return staged_by(*unit.communicators.outer, unit.outer_cuts() ? numel(k, 1) : share(k), formats[k].wire_gradient);
     });
   }
 }

@@ -50,6 +50,13 @@ struct GradientBuffer : Buffer {
   std::vector<at::Tensor> padding;
 };
 
+/// [Rounded once] With error feedback: what rounding has lost of the contributions that this rank sent last in a hop. By sub-buffer; empty
+/// before the first reduction.
+struct LostByRounding {
+  std::vector<at::Tensor> parts;
+  std::int64_t bytes = 0;
+};
+
 /// Gradients that are reduced over the inner dimension only: this inner rank's shards. Unused on a 1-D mesh. If the outer ranks do not cut
 /// shards, each adds up an equal share of them; the last share may reach beyond the shards.
 struct PartialSums {
@@ -57,6 +64,7 @@ struct PartialSums {
   bool is_held = false;  ///< `buffer` holds a sum that is still to be reduced over the outer dimension.
   Buffer wire;           ///< `buffer` in the wire's dtype, where that differs.
   Buffer staging;        ///< The data that the outer ranks send.
+  LostByRounding lost;
 };
 
 /// [Departures are counted] A backward may leave a unit several times (a block that is used in several places). Departures count from 1.
@@ -128,6 +136,8 @@ struct GradientAccumulator {
   bool collects() const { return state == GradientState::kCollecting || state == GradientState::kAddingUp; }
 
   Buffer staging;
+  LostByRounding lost;
+  std::uint64_t reductions = 0;  ///< The number of reduce-scatters over the inner ranks so far; the same on all ranks.
   PartialSums partial;
   at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without the elements beyond them.
   at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.

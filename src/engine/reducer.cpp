@@ -81,6 +81,7 @@ void Reducer::divide_units() {
       divided.push_back(std::move(gradients));
       continue;
     }
+    forget_lost(*gradients);
     for (const auto& sub_buffers : parts) {
       divided.push_back(std::make_unique<GradientAccumulator>(unit, sub_buffers));
       divided.back()->departures.reduced_at = kLastDeparture;
@@ -525,7 +526,9 @@ void Reducer::reset(bool took_all) {
     keeps = false;  // Every later collective of these ranks will report the error.
   }
   drop();
-  if (!keeps) zero_grad();
+  if (keeps) return;
+  zero_grad();
+  for (const auto& gradients : gradients_) forget_lost(*gradients);
 }
 
 void Reducer::drop() {

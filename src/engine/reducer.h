@@ -149,6 +149,9 @@ class Reducer {
   void begin_inner(GradientAccumulator& gradients, bool in_place);
   void begin(Reduction reduction);
   void start(Reduction& reduction);
+  std::optional<comm::Encoding> encoding(const GradientAccumulator& gradients, std::size_t k, std::int64_t shard_numel, Hop hop,
+                                         LostByRounding& lost) const;
+  void forget_lost(GradientAccumulator& gradients);
   std::unique_ptr<comm::Pending> reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place);
   std::unique_ptr<comm::Pending> reduce_over_outer_ranks(GradientAccumulator& gradients);
   static std::unique_ptr<comm::Pending> gather_over_outer_ranks(const GradientAccumulator& gradients);

@@ -1,7 +1,11 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <utility>
+
 #include "base/copies.h"
+#include "base/stable_hash.h"
+#include "comm/call.h"
 #include "engine/reducer.h"
 
 // A reduction, hop by hop: Reducer's functions that start and complete one.
@@ -37,6 +41,34 @@ at::Tensor inner_region(const GradientAccumulator& gradients, std::size_t k) {
 
 }  // namespace
 
+/// [Rounded once] How this hop encodes contributions for shards of sub-buffer k. The key depends on nothing that the moment of the
+/// reduction or its place among others changes.
+std::optional<comm::Encoding> Reducer::encoding(const GradientAccumulator& gradients, std::size_t k, std::int64_t shard_numel, Hop hop,
+                                                LostByRounding& lost) const {
+  const Unit& unit = gradients.unit;
+  const auto& format = unit.options.grad_comm_format;
+  const auto& ranks = hop == Hop::kInnerReduce ? *unit.communicators.reduce : *unit.communicators.outer;
+  const std::int64_t contributions = ranks.traffic().contributions();
+  if (!format || contributions == 0) return std::nullopt;
+  std::uint64_t key = comm::mix(stable_hash(unit.name), format->seed);
+  for (const std::uint64_t part : {std::uint64_t{k}, gradients.reductions, static_cast<std::uint64_t>(hop)}) key = comm::mix(key, part);
+  if (!format->error_feedback) return comm::Encoding{.format = *format, .key = key};
+  lost.parts.resize(unit.layout.trainable_sub_buffers());
+  if (!lost.parts[k].defined()) {
+    lost.parts[k] = at::zeros({contributions * shard_numel}, at::TensorOptions(at::kFloat).device(device_));
+    const auto bytes = static_cast<std::int64_t>(lost.parts[k].nbytes());
+    lost.bytes += bytes;
+    accounting_.add(memory::Kind::kCommunication, bytes);
+  }
+  return comm::Encoding{.format = *format, .key = key, .lost = lost.parts[k]};
+}
+
+void Reducer::forget_lost(GradientAccumulator& gradients) {
+  for (auto* lost : {&gradients.lost, &gradients.partial.lost}) {
+    accounting_.remove(memory::Kind::kCommunication, std::exchange(*lost, {}).bytes);
+  }
+}
+
 /// Reduces the unreduced gradients into the main gradients or, if there are outer ranks, into `partial`. With `in_place`, the result goes
 /// into this rank's region of the unreduced gradients.
 std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumulator& gradients, bool in_place) {
@@ -50,6 +82,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
     allocate_reduced(gradients);
   }
   gradients.receives().acquire(pool_, memory::Kind::kCommunication);
+  ++gradients.reductions;
   std::vector<comm::ReducePart> parts;
   parts.reserve(gradients.sub_buffers.size());
   for (const auto k : gradients.sub_buffers) {
@@ -64,6 +97,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
                      .rounded = !has_outer && unit.formats[k].rounds_sums && unreduced.scalar_type() == wire_dtype,
                      .sum_dtype = wire_dtype,
                      .gives = gradients.gives});
+    parts.back().encoding = encoding(gradients, k, parts.back().out.numel(), Hop::kInnerReduce, gradients.lost);
   }
   const bool by_present = unit.attendance.divides_by_present && gradients.givers > 0;
   const double scale = by_present ? 1.0 / static_cast<double>(gradients.givers) : unit.gradient_scale();
@@ -89,6 +123,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_outer_ranks(GradientAccumula
                      .out = unit.outer_cuts() ? own_piece(gradients, k) : gradients.own_share(k),
                      .accumulate = unit.outer_cuts() && accumulate,
                      .rounded = unit.formats[k].rounds_sums});
+    parts.back().encoding = encoding(gradients, k, parts.back().out.numel(), Hop::kOuterReduce, gradients.partial.lost);
   }
   conversions.run();
   if (observer_ != nullptr) observer_->reduces(unit, gradients.sub_buffers.front(), *unit.communicators.outer, parts, 1.0);

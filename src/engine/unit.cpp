@@ -9,6 +9,7 @@
 #include <bit>
 #include <utility>
 
+#include "base/rounded_blocks.h"
 #include "base/stable_hash.h"
 #include "base/text.h"
 #include "comm/call.h"
@@ -32,6 +33,22 @@ bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& fo
 }
 
 }  // namespace
+
+void check_grad_comm(const std::optional<GradCommFormat>& format, const DeviceMesh& mesh, std::span<const UnitParameter> parameters,
+                     const layout::UnitLayout& layout, std::span<const SubBufferFormat> formats) {
+  if (!format) return;
+  check_format(*format);
+  if (mesh.device_type() != c10::kCPU) {
+    throw Error("grad_comm_format sends gradients of CPUs by messages of libfsdp; on a mesh of " +
+                c10::DeviceTypeName(mesh.device_type(), /*lower_case=*/true) +
+                ", the backend sends them: leave it out, or choose a reduce dtype of bfloat16");
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].trainable || formats[layout.positions()[i].sub_buffer].wire_gradient != at::kDouble) continue;
+    throw Error("grad_comm_format rounds fp32, bfloat16 and half, but gradients of parameter '" + parameters[i].name +
+                "' are sent in float64; choose another reduce dtype, or leave the format out");
+  }
+}
 
 std::vector<comm::Communicator*> communicators_of(std::span<const std::unique_ptr<Unit>> units) {
   std::vector<comm::Communicator*> once;
@@ -141,6 +158,7 @@ std::string Unit::describe() const {
     if (format.gather)
       text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
     if (format.extended) text += ", gathered by itself";
+    if (options.grad_comm_format) text += ", gradients in " + fsdp::describe(*options.grad_comm_format);
     text += "\n";
   }
   return text;

@@ -22,6 +22,7 @@
 #include "engine/schedule.h"
 #include "fsdp/device_mesh.h"
 #include "fsdp/gather_format.h"
+#include "fsdp/grad_comm_format.h"
 #include "fsdp/mixed_precision.h"
 #include "fsdp/offload.h"
 #include "fsdp/placements.h"
@@ -129,6 +130,8 @@ struct UnitOptions {
   bool fixed_addresses = false;
   /// By how much the sum of all ranks' gradients is divided; 0: the number of ranks.
   double gradient_divide_factor = 0;
+  /// [Rounded once] The format in which gradients travel in messages; without one, that of SubBufferFormat::wire_gradient.
+  std::optional<GradCommFormat> grad_comm_format;
   /// The policy as the user gave it. SubBufferFormat has the dtypes that follow from it.
   std::optional<MixedPrecisionPolicy> mixed_precision;
   bool requires_gradient_sync = true;
@@ -146,6 +149,10 @@ struct ModelFacts {
   std::string updates;                              ///< The settings of all optimizers that have updated it.
   std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see MainParameters::tell_update.
 };
+
+/// Throws Error if a format does not exist, or can't be used for such gradients or on the device of this mesh.
+void check_grad_comm(const std::optional<GradCommFormat>& format, const DeviceMesh& mesh, std::span<const UnitParameter> parameters,
+                     const layout::UnitLayout& layout, std::span<const SubBufferFormat> formats);
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.
 struct UnitCommunicators {

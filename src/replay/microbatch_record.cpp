@@ -94,6 +94,7 @@ void MicrobatchRecord::reduces(const engine::Unit& unit, std::size_t sub_buffer,
     auto other = part;
     other.out = part.accumulate ? part.out.clone() : at::empty_like(part.out);
     if (part.staging.defined()) other.staging = at::empty_like(part.staging);
+    if (part.encoding && part.encoding->lost.defined()) other.encoding->lost = part.encoding->lost.clone();
     again.push_back(std::move(other));
   }
   const auto unreduced = digest_of_all(parts, &comm::ReducePart::unreduced);

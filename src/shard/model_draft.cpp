@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/classic_stream.h"
+#include "base/rounded_blocks.h"
 #include "base/text.h"
 #include "base/trap_key.h"
 #include "comm/communicator.h"
@@ -122,6 +123,10 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
   return text;
 }
 
+const std::optional<GradCommFormat>& grad_comm_format(const UnitSettings& settings, const FullyShardOptions& options) {
+  return settings.grad_comm_format ? settings.grad_comm_format : options.grad_comm_format;
+}
+
 /// Describes those settings of a unit that the descriptions of its parameters do not contain.
 std::string describe(const UnitSettings& settings, const FullyShardOptions& options) {
   ClassicStream<std::ostringstream> text;
@@ -134,6 +139,7 @@ std::string describe(const UnitSettings& settings, const FullyShardOptions& opti
     text << ", output_dtype " << (policy->output_dtype ? c10::toString(*policy->output_dtype) : "as it is") << ", cast_forward_inputs "
          << policy->cast_forward_inputs;
   }
+  if (const auto& format = grad_comm_format(settings, options)) text << ", gradients in " << fsdp::describe(*format);
   return text.str();
 }
 
@@ -202,7 +208,8 @@ std::string describe(const std::vector<UnitPlan>& plans, const FullyShardOptions
     }
   }
   // Settings come after all parameters, so that an error about different units shows the parameters.
-  const bool alike = !options.unit_settings && !options.mixed_precision;  // The description of the options is enough.
+  const bool alike =
+      !options.unit_settings && !options.mixed_precision && !options.grad_comm_format;  // The description of the options is enough.
   for (std::size_t k = 0; k < plans.size() && !alike; ++k) {
     const auto& plan = plans[k];
     text << "unit '" << shown(plan.name) << "': " << describe(plan.settings, options) << "\n";
@@ -269,6 +276,7 @@ UnitDraft draft_unit(const UnitPlan& plan, bool encloses, const FullyShardOption
                   " by its gather format; give it element granularity, or rows or blocks that hold whole blocks of the format");
     }
   }
+  engine::check_grad_comm(grad_comm_format(plan.settings, options), plan.settings.mesh, parameters, layout, formats);
   return {std::move(parameters), std::move(layout), std::move(formats)};
 }
 
@@ -452,6 +460,7 @@ engine::UnitOptions unit_options(const UnitPlan& plan, const FullyShardOptions& 
   unit_options.after_forward = reshards ? engine::AfterForward::kReshard : engine::AfterForward::kUntilBackward;
   unit_options.mixed_precision = plan.settings.mixed_precision ? plan.settings.mixed_precision : options.mixed_precision;
   unit_options.gradient_divide_factor = plan.settings.gradient_divide_factor;
+  unit_options.grad_comm_format = grad_comm_format(plan.settings, options);
   unit_options.offload = options.offload;
   return unit_options;
 }

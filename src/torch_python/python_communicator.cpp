@@ -144,6 +144,11 @@ std::unique_ptr<comm::Pending> PythonCommunicator::reduce_scatter(std::span<cons
                                                                   const comm::Label& label) {
   std::vector<comm::ReducePart> parts;
   for (const auto& part : given) {
+    if (part.encoding) {
+      throw named(label,
+                  "torch.distributed can't send gradients in a grad_comm_format: leave the format out, or the process group "
+                  "that is written in Python or observed");
+    }
     if (part.out.numel() == 0) continue;
     parts.push_back(part);
     parts.back().unreduced = comm::unreduced_or_zeros(part, rank_);

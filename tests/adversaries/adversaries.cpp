@@ -112,6 +112,7 @@ void differs_in_an_option() {
          const auto format = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(32));
          o.gather_format = [format](const auto&, const auto&) { return format; };
        }},
+      {"grad_comm_format", [](Options& o, const auto&) { o.grad_comm_format = fsdp::GradCommFormat{.bits = 4}; }},
       {"offload", [](Options& o, const auto&) { o.offload = fsdp::Offload::kAll; }},
       {"report_nan_in_param_grad", [](Options& o, const auto&) { o.report_nan_in_param_grad = true; }},
       {"check_initial_values", [](Options& o, const auto&) { o.check_initial_values = true; }},
@@ -123,6 +124,10 @@ void differs_in_an_option() {
       {"unit_settings.gradient_divide_factor",
        [](Options& o, const auto&) {
          o.unit_settings = [](const auto&, const auto&) { return fsdp::UnitSettings{.gradient_divide_factor = 3}; };
+       }},
+      {"unit_settings.grad_comm_format",
+       [](Options& o, const auto&) {
+         o.unit_settings = [](const auto&, const auto&) { return fsdp::UnitSettings{.grad_comm_format = fsdp::GradCommFormat{}}; };
        }},
       {"unit_settings.mixed_precision",
        [](Options& o, const auto&) {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from libfsdp import _C
-from libfsdp._core.arguments import as_bytes, check_flags, check_functions, check_policies
+from libfsdp._core.arguments import as_bytes, check_flags, check_functions, check_policies, refuse
 from libfsdp._core.memory_budget import check_budget
 from libfsdp._core.precision import MixedPrecisionPolicy, followed_grad_dtype, follows
 from libfsdp._core.sharded_parameter import local_of
@@ -42,6 +42,48 @@ class Float8Blocks:
 
 
 @dataclass(frozen=True)
+class GradCommFormat:
+    """Messages send gradients as integers of 8 or 4 bits, with a scale in fp32 for each block of elements.
+
+    What ranks of one host read from each other's memory, and what a rank adds to its own shard, is not rounded. A scale is
+    the block's largest magnitude divided by 127 or 7. Sums run in fp32. A block with NaN or infinity becomes NaN. (ZeRO++;
+    SDP4Bit.)
+
+    Attributes:
+        bits: the number of bits of each element: 8 or 4.
+        block: the number of elements that share a scale; a multiple of 32. A block of 128 takes 132 or 68 bytes instead of fp32's 512.
+        hadamard: whether a normalized Walsh-Hadamard transform is applied to each block before it is rounded, and again
+            when it has arrived. It spreads single large values over the block, which must be a power of two of elements.
+        stochastic_rounding: whether values are rounded up or down at random, so that the expected value is exact. It is
+            the same on every run with the same ``seed``.
+        seed: the seed of stochastic rounding.
+        error_feedback: whether each rank keeps, in fp32, what rounding lost of the gradients that it has sent, and adds it to the
+            next ones. It takes 4 bytes for each element that is sent. Checkpoints do not contain it.
+
+    Raises:
+        ValueError: for bits and blocks that there are not.
+        TypeError: if a value is of another type.
+    """
+
+    bits: int = 8
+    block: int = 128
+    hadamard: bool = False
+    stochastic_rounding: bool = False
+    seed: int = 0
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        self.of_engine()
+
+    def of_engine(self) -> _C.GradCommFormat:
+        """Returns the same format for the engine."""
+        check_flags(
+            hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding, error_feedback=self.error_feedback
+        )
+        return _C.GradCommFormat(**asdict(self))
+
+
+@dataclass(frozen=True)
 class ShardingOptions:
     """How the parameters of one call of fully_shard are sharded, gathered and reduced. Fields are documented as its arguments.
 
@@ -56,6 +98,7 @@ class ShardingOptions:
     placements: str = "optim_grads_params"
     outer_placements: str = "no_shard"
     gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None
+    grad_comm_format: GradCommFormat | None = None
     keep_gathered_bytes: int = 0
     memory_budget: MemoryBudget | None = None
     report_nan_in_param_grad: bool = False
@@ -133,6 +176,8 @@ def make_options(**arguments: Any) -> ShardingOptions:
     given = ShardingOptions(**arguments)
     mp_policy, offload_policy = check_policies(given.mp_policy, given.offload_policy)
     check_functions(gather_format=given.gather_format)
+    if not (given.grad_comm_format is None or isinstance(given.grad_comm_format, GradCommFormat)):
+        refuse("grad_comm_format", given.grad_comm_format, "a GradCommFormat, or None")
     check_flags(
         report_nan_in_param_grad=given.report_nan_in_param_grad, follow_grad_dtype=given.follow_grad_dtype or False
     )

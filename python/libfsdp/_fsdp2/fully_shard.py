@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from libfsdp._core.memory_budget import MemoryBudget
     from libfsdp._core.placement import ShardPlacementResult
-    from libfsdp._core.sharding_options import Float8Blocks
+    from libfsdp._core.sharding_options import Float8Blocks, GradCommFormat
 
 
 def fully_shard(
@@ -42,6 +42,7 @@ def fully_shard(
     placements: str = "optim_grads_params",
     outer_placements: str = "no_shard",
     gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None,
+    grad_comm_format: GradCommFormat | None = None,
     keep_gathered_bytes: int | float | str = 0,
     memory_budget: MemoryBudget | int | float | str | None = None,
     report_nan_in_param_grad: bool = False,
@@ -80,6 +81,8 @@ def fully_shard(
             all ranks.
         gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, or None for the dtype of the
             computation.
+        grad_comm_format: the format in which messages send gradients, in 8 or 4 bits: :class:`GradCommFormat`, or None for
+            the policy's dtype. On CPUs only.
         keep_gathered_bytes: the number of bytes of unsharded parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
         memory_budget: how many bytes of its device each rank may use, as a number, a size such as "60GiB" (60 * 2**30) or
@@ -108,6 +111,7 @@ def fully_shard(
         The given module or modules, whose class has been changed to one that is also an :class:`FSDPModule`.
 
     Raises:
+        Error: for a ``grad_comm_format`` of gradients in float64, or of other devices than CPUs.
         ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, a
             ``reshard_after_forward`` that does not divide the ranks, options that do not fit each other, a module around which
             another one was sharded before, and without a mesh, if no process group can be initialised.
@@ -123,6 +127,7 @@ def fully_shard(
         placements=placements,
         outer_placements=outer_placements,
         gather_format=gather_format,
+        grad_comm_format=grad_comm_format,
         keep_gathered_bytes=keep_gathered_bytes,
         memory_budget=memory_budget,
         report_nan_in_param_grad=report_nan_in_param_grad,

@@ -258,7 +258,7 @@ def plan(
         prefetch_depth: the number of units that are gathered ahead.
         options: of all calls of fully_shard: reshard_after_forward (None means True, except for the root, where it means
             False), shard_placement_fn, mp_policy, offload_policy, ignored_params, placements, outer_placements,
-            gather_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype. With
+            gather_format, grad_comm_format, keep_gathered_bytes, follow_grad_dtype, main_params_dtype and main_grads_dtype. With
             outer_placements="optim_if_even", parameters that are not cut over both dimensions are in a unit of their own,
             "... (replicated)". And of a step: microbatches, the number of backwards before each update, whose gradients add up
             (1), and sync_each_microbatch, whether each of them reduces its gradients (True) or the last one alone, as with

@@ -318,7 +318,7 @@ std::unique_ptr<Pending> GroupCommunicator::all_gather(std::span<const GatherPar
   const std::int64_t bytes = check_parts(parts, size());
   auto pending = make_gather(begin(label, bytes, sizes_of(parts)), label, parts);
   pending->start();
-  const auto [wire, shared_memory] = sent(bytes, bytes);
+  const auto [wire, shared_memory] = traffic().sent(bytes, bytes);
   stats_.all_gather_bytes += wire + shared_memory;
   stats_.shared_memory_bytes += shared_memory;
   ++stats_.all_gathers;
@@ -330,7 +330,7 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
   const bool sends = sends_zeros() || gives(parts, rank());
-  const auto [wire, shared_memory] = sends ? sent(bytes, summed_bytes(parts)) : Sent{};
+  const auto [wire, shared_memory] = sends ? sent_in_reduction(traffic(), parts, bytes) : Sent{};
   stats_.reduce_scatter_bytes += wire + shared_memory;
   stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;

@@ -94,8 +94,6 @@ class GroupCommunicator : public Communicator {
 
   /// Whether a rank whose gradients do not count in a reduction sends zeros.
   virtual bool sends_zeros() const { return false; }
-  /// See Traffic::sent.
-  virtual Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const = 0;
 
   const std::shared_ptr<Group>& group() const { return group_; }
 

@@ -18,6 +18,7 @@
 #include "comm/collectives/symmetric_memory.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
+#include "fsdp/error.h"
 
 namespace fsdp::comm {
 namespace {
@@ -322,6 +323,9 @@ std::unique_ptr<GroupPending> NativeCommunicator::make_uneven(const Call& call, 
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
+  if (size() > 1 && std::ranges::any_of(parts, [](const ReducePart& part) { return part.encoding.has_value(); })) {
+    throw Error("reduce-scatter: a backend's own collectives send no gradients in a grad_comm_format");
+  }
   return std::make_unique<NativeReduce>(group(), call, label, parts, scale, messages_);
 }
 

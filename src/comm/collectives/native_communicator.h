@@ -38,7 +38,6 @@ class NativeCommunicator final : public GroupCommunicator {
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
   std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
   bool sends_zeros() const override { return true; }
-  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override { return traffic_.sent(bytes, summed_bytes); }
 
   void connect(c10::Device device);
 

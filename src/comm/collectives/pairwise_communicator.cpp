@@ -12,6 +12,7 @@
 #include "comm/collectives/transfers.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
+#include "comm/rounded_sum.h"
 
 namespace fsdp::comm {
 namespace {
@@ -119,7 +120,7 @@ class PairwiseGather final : public PairwisePending {
 class PairwiseReduce final : public PairwisePending {
  public:
   PairwiseReduce(std::shared_ptr<Group> group, const Call& call, const Label& label, std::span<const ReducePart> parts, double scale)
-      : PairwisePending(std::move(group), call, label, shard_bytes(parts)),
+      : PairwisePending(std::move(group), call, label, contribution_sizes(parts)),
         parts_(parts.begin(), parts.end()),
         sources_(static_cast<std::size_t>(group_->row.size())),
         scale_(scale) {}
@@ -129,7 +130,7 @@ class PairwiseReduce final : public PairwisePending {
   void post() override {
     const Row& row = group_->row;
     receive([&](std::size_t i, int peer) {
-      const std::int64_t numel = parts_[i].out.numel();
+      const std::int64_t numel = parts_[i].encoding ? contribution_bytes(parts_[i]) : parts_[i].out.numel();
       return flat_view(parts_[i].staging, staging_slot(peer) * numel, numel);
     });
     if (!sends(row.rank)) return;
@@ -139,7 +140,12 @@ class PairwiseReduce final : public PairwisePending {
         const int peer = nth_target(row, k);
         const auto theirs = flat_view(sent_, peer * packed_.bytes(), packed_.bytes());
         for (const auto& [i, offset, bytes] : packed_.together()) {
-          std::memcpy(region_of(theirs, 0, 0) + offset, region_of(parts_[i].unreduced, peer, bytes), static_cast<std::size_t>(bytes));
+          char* const place = region_of(theirs, 0, 0) + offset;
+          if (parts_[i].encoding) {
+            encode(parts_[i], peer, place);
+          } else {
+            std::memcpy(place, region_of(parts_[i].unreduced, peer, bytes), static_cast<std::size_t>(bytes));
+          }
         }
         transfers_.send(theirs, peer, together_);
       }
@@ -148,7 +154,14 @@ class PairwiseReduce final : public PairwisePending {
       const std::int64_t numel = parts_[i].out.numel();
       for (int k = 1; k < row.size(); ++k) {
         const int peer = nth_target(row, k);
-        transfers_.send(flat_view(parts_[i].unreduced, peer * numel, numel), peer, tags::data(call_, i));
+        if (parts_[i].encoding) {
+          const std::int64_t bytes = contribution_bytes(parts_[i]);
+          const auto encoded = flat_view(parts_[i].staging, (row.size() - 1 + staging_slot(peer)) * bytes, bytes);
+          encode(parts_[i], peer, encoded.mutable_data_ptr());
+          transfers_.send(encoded, peer, tags::data(call_, i));
+        } else {
+          transfers_.send(flat_view(parts_[i].unreduced, peer * numel, numel), peer, tags::data(call_, i));
+        }
       }
     }
   }
@@ -168,7 +181,7 @@ class PairwiseReduce final : public PairwisePending {
     for (const auto i : packed_.alone()) {
       transfers_.wait_receives(receives += peers);
       if (i == packed_.alone().back()) arrived();
-      const auto bytes = shard_bytes(parts_[i]);
+      const auto bytes = contribution_bytes(parts_[i]);
       sum(parts_[i], [&](int peer) { return region_of(parts_[i].staging, staging_slot(peer), bytes); });
     }
     transfers_.wait_sends();
@@ -176,26 +189,36 @@ class PairwiseReduce final : public PairwisePending {
   bool sends(int rank) const override { return gives(parts_, rank); }
 
  private:
-  // Staging holds the peers' parts in rank order, without a hole for this rank's.
+  // Staging holds the peers' parts in rank order, without a hole for this rank's. What is encoded for them comes behind these.
   int staging_slot(int peer) const { return peer < group_->row.rank ? peer : peer - 1; }
 
-  static std::int64_t shard_bytes(const ReducePart& part) {
-    return part.out.numel() * static_cast<std::int64_t>(part.unreduced.itemsize());
-  }
-  static std::vector<std::int64_t> shard_bytes(std::span<const ReducePart> parts) {
+  static std::vector<std::int64_t> contribution_sizes(std::span<const ReducePart> parts) {
     std::vector<std::int64_t> bytes;
-    for (const auto& part : parts) bytes.push_back(shard_bytes(part));
+    for (const auto& part : parts) bytes.push_back(contribution_bytes(part));
     return bytes;
+  }
+
+  /// The elements of this rank's gradients that are summed on `rank`.
+  static const void* gradients_for(const ReducePart& part, int rank) {
+    return region_of(part.unreduced, rank, part.out.numel() * static_cast<std::int64_t>(part.unreduced.itemsize()));
+  }
+
+  void encode(const ReducePart& part, int peer, void* to) const {
+    const void* const gradients = gradients_for(part, peer);
+    encode_contribution(part, {&gradients, 1}, group_->row.rank, peer, to);
   }
 
   template <typename FromPeer>
   void sum(const ReducePart& part, const FromPeer& from_peer) {
     const int own = group_->row.rank;
+    std::vector<Contribution> contributions;
     for (int rank = 0; rank < group_->row.size(); ++rank) {
       const void* source = nullptr;  // zeros
-      if (sends(rank)) source = rank == own ? region_of(part.unreduced, own, shard_bytes(part)) : from_peer(rank);
+      if (sends(rank)) source = rank == own ? gradients_for(part, own) : from_peer(rank);
       sources_[static_cast<std::size_t>(rank)] = source;
+      if (part.encoding) contributions.push_back({.data = source, .is_encoded = rank != own});
     }
+    if (part.encoding) return sum_contributions(part, contributions, part.unreduced.scalar_type(), sum_end(part, scale_));
     rank_order_sum(sources_, part.unreduced.scalar_type(), part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(),
                    sum_end(part, scale_));
   }

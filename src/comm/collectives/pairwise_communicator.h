@@ -22,7 +22,6 @@ class PairwiseCommunicator : public GroupCommunicator {
   }
 
  protected:
-  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override { return Traffic::by_messages(size()).sent(bytes, summed_bytes); }
   std::unique_ptr<GroupPending> make_gather(const Call& call, const Label& label, std::span<const GatherPart> parts) override;
   std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
                                             const std::vector<bool>& receives) override;

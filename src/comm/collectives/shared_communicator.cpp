@@ -13,6 +13,7 @@
 #include "comm/host_memory/shared_row.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
+#include "comm/rounded_sum.h"
 
 namespace fsdp::comm {
 namespace {
@@ -330,7 +331,7 @@ class SharedReduce final : public SharedPending {
     for (int k = 1; k < hosts(); ++k) {
       const int host = nth_source(k);
       for (std::size_t i = 0; i < parts_.size(); ++i) {
-        if (parts_[i].out.numel() > 0) transfers_.receive(sums(parts_[i], received_slot(host)), equal_on(host), tags::data(call_, i));
+        if (parts_[i].out.numel() > 0) transfers_.receive(received(parts_[i], host), equal_on(host), tags::data(call_, i));
       }
     }
     std::vector<ByteRange> ranges;
@@ -356,7 +357,7 @@ class SharedReduce final : public SharedPending {
     for (int k = 1; k < hosts(); ++k) {
       const int host = nth_target(k);
       for (std::size_t i = 0; i < parts_.size(); ++i) {
-        if (parts_[i].out.numel() > 0) transfers_.send(sums(parts_[i], host), equal_on(host), tags::data(call_, i));
+        if (parts_[i].out.numel() > 0) transfers_.send(sent(parts_[i], host), equal_on(host), tags::data(call_, i));
       }
     }
     return true;
@@ -365,8 +366,12 @@ class SharedReduce final : public SharedPending {
   void conclude() override {
     if (hosts() == 1) return;
     for (const ReducePart& part : parts_) {
+      if (part.encoding) {
+        sum_encoded(part);
+        continue;
+      }
       for (int host = 0; host < hosts(); ++host) {
-        sources_[static_cast<std::size_t>(host)] = sums(part, host == own_host() ? host : received_slot(host)).const_data_ptr();
+        sources_[static_cast<std::size_t>(host)] = (host == own_host() ? sent(part, host) : received(part, host)).const_data_ptr();
       }
       rank_order_sum(std::span(sources_).first(static_cast<std::size_t>(hosts())), sum_dtype(part.unreduced.scalar_type()),
                      part.out.mutable_data_ptr(), part.out.scalar_type(), part.out.numel(), sum_end(part, scale_));
@@ -374,14 +379,32 @@ class SharedReduce final : public SharedPending {
   }
 
  private:
-  /// Returns the slot of the sums from a host. These slots come after those for the sums that are sent to each host.
-  int received_slot(int host) const { return hosts() + (host < own_host() ? host : host - 1); }
+  /// Returns the part of the staging memory for the sums that are sent to a host, and for those of this host itself. If they are encoded,
+  /// this host's come first, in fp32.
+  at::Tensor sent(const ReducePart& part, int host) const { return slot(part, part.encoding ? other(host) : host); }
+  /// The same for the sums that are received from a host. They come after those that are sent.
+  at::Tensor received(const ReducePart& part, int host) const { return slot(part, (part.encoding ? hosts() - 1 : hosts()) + other(host)); }
+  /// The number of another host without this one.
+  int other(int host) const { return host < own_host() ? host : host - 1; }
 
-  /// Returns a slot of the staging memory, which holds sums of this part for one rank, or from one.
-  static at::Tensor sums(const ReducePart& part, int slot) {
+  static at::Tensor slot(const ReducePart& part, int number) {
+    if (part.encoding) {
+      const std::int64_t bytes = contribution_bytes(part);
+      return flat_view(part.staging, part.out.numel() * static_cast<std::int64_t>(sizeof(float)) + number * bytes, bytes);
+    }
     const auto wire_dtype = part.unreduced.scalar_type();
     const auto numel = part.out.numel() * static_cast<std::int64_t>(elementSize(sum_dtype(wire_dtype)) / elementSize(wire_dtype));
-    return flat_view(part.staging, slot * numel, numel);
+    return flat_view(part.staging, number * numel, numel);
+  }
+
+  void sum_encoded(const ReducePart& part) const {
+    std::vector<Contribution> contributions;
+    for (int host = 0; host < hosts(); ++host) {
+      const bool is_own = host == own_host();
+      contributions.push_back(
+          {.data = is_own ? part.staging.const_data_ptr() : received(part, host).const_data_ptr(), .is_encoded = !is_own});
+    }
+    sum_contributions(part, contributions, at::kFloat, sum_end(part, scale_));
   }
 
   /// Sums the neighbours' gradients of part i. On one host this gives the result; with several hosts, it gives one sum for each rank of
@@ -404,8 +427,12 @@ class SharedReduce final : public SharedPending {
       }
       if (hosts() == 1) {
         rank_order_sum(neighbours, dtype, part.out.mutable_data_ptr(), part.out.scalar_type(), numel, sum_end(part, scale_));
+      } else if (!part.encoding) {
+        rank_order_sum(neighbours, dtype, sent(part, host).mutable_data_ptr(), sum_dtype(dtype), numel, {});
+      } else if (host == own_host()) {
+        rank_order_sum(neighbours, dtype, part.staging.mutable_data_ptr(), at::kFloat, numel, {});
       } else {
-        rank_order_sum(neighbours, dtype, sums(part, host).mutable_data_ptr(), sum_dtype(dtype), numel, {});
+        encode_contribution(part, neighbours, own_host(), host, sent(part, host).mutable_data_ptr());
       }
     }
   }

@@ -36,7 +36,6 @@ class SharedCommunicator final : public PairwiseCommunicator {
   std::unique_ptr<GroupPending> make_uneven(const Call& call, const Label& label, std::span<const UnevenPart> parts,
                                             const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
-  Sent sent(std::int64_t bytes, std::int64_t summed_bytes) const override { return traffic_.sent(bytes, summed_bytes); }
   int hosts() const { return size() / group()->shared->size(); }
 
   const Traffic traffic_;

@@ -16,6 +16,7 @@ DOCUMENTS = [
     "README.md",
     "docs/use/python-guide.md",
     "docs/use/plan.md",
+    "docs/use/tuning.md",
     "docs/use/steps.md",
     "docs/use/weights.md",
     "docs/run/corruption.md",

@@ -55,6 +55,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"report_nan_in_param_grad": "yes"}, TypeError, "report_nan_in_param_grad is 'yes': give True or False"),
     ({"follow_grad_dtype": "yes"}, TypeError, "follow_grad_dtype is 'yes'"),
     ({"gather_format": libfsdp.Float8Blocks(32)}, TypeError, "gather_format is Float8Blocks.*: give a function"),
+    ({"grad_comm_format": 8}, TypeError, "grad_comm_format is 8: give a GradCommFormat, or None"),
     ({"main_params_dtype": "fp32"}, ValueError, "main_params_dtype is fp32: give a floating-point dtype"),
     ({"main_grads_dtype": "fp32"}, ValueError, "main_grads_dtype is fp32"),
 ]

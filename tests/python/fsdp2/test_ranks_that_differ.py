@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import libfsdp
-from libfsdp import fully_shard
+from libfsdp import GradCommFormat, fully_shard
 from libfsdp._comm.mesh import timeout_of
 
 
@@ -86,6 +86,7 @@ def test_parameters_in_another_order() -> None:
         ("memory_budget", {"memory_budget": 1 << 30}),
         ("report_nan_in_param_grad", {"report_nan_in_param_grad": True}),
         ("placements", {"placements": "optim"}),
+        ("gradients in 8 bits per element, in blocks of 128", {"grad_comm_format": GradCommFormat()}),
     ],
 )
 @on_ranks(2)
