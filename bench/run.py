@@ -73,6 +73,7 @@ CASES = {
     **{name: step_case(name) for name in VARIANTS_OF_STEPS},
     "hosts": hosts_case("hosts"),
     "hosts_bf16": hosts_case("hosts_bf16"),
+    "hosts_rounded": hosts_case("hosts_rounded"),
     "world8": host_case("world8"),
     "world1024": host_case("world1024"),
     # FSDP2 would take ten seconds a step.

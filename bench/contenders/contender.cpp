@@ -46,7 +46,8 @@ struct Options {
 Options parse_options(int argc, char** argv) {
   if (argc < 2 || argc % 2 != 0) {
     throw std::invalid_argument(
-        "usage: bench_contender libfsdp|libfsdp_no_reshard|libfsdp_messages|local|collectives|collectives_messages [--dim N ...]");
+        "usage: bench_contender "
+        "libfsdp|libfsdp_no_reshard|libfsdp_messages|libfsdp_8bit|libfsdp_4bit|local|collectives|collectives_messages [--dim N ...]");
   }
   Options options{.contender = argv[1]};
   const std::map<std::string, std::int64_t*> fields = {
@@ -263,6 +264,17 @@ fsdp::DeviceMesh mesh_of(const Options& options) {
   return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = !options.contender.ends_with("_messages")});
 }
 
+/// A contender whose name says so gathers matrices in eight bits, and sends gradients in 8 or 4.
+fsdp::FullyShardOptions sharding_of(const Options& options, const fsdp::DeviceMesh& mesh) {
+  fsdp::FullyShardOptions sharding{
+      .mesh = mesh, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender != "libfsdp_no_reshard"};
+  if (!options.contender.ends_with("bit")) return sharding;
+  const auto eight_bits = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(128));
+  sharding.gather_format = [=](const std::string&, const at::Tensor& parameter) { return parameter.dim() > 1 ? eight_bits : nullptr; };
+  sharding.grad_comm_format = fsdp::GradCommFormat{.bits = options.contender.ends_with("8bit") ? 8 : 4};
+  return sharding;
+}
+
 /// This library, over the ranks that were started or over a mesh whose collectives move no data.
 class Sharded : public Trainer {
  public:
@@ -270,9 +282,7 @@ class Sharded : public Trainer {
       : Trainer(options),
         mesh_(join(options)),
         model_(build()),
-        handle_(fsdp::fully_shard(
-            *model_,
-            {.mesh = mesh_, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender != "libfsdp_no_reshard"})),
+        handle_(fsdp::fully_shard(*model_, sharding_of(options, mesh_))),
         optimizer_(*model_, {.lr = kLearningRate, .betas = {kBeta1, kBeta2}, .eps = kEps, .weight_decay = kWeightDecay}),
         plain_(options.fake_world > 0 ? filled_model(options.gpt) : nullptr) {}
 

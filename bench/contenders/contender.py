@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ CONTENDERS = (
     *("libfsdp_python", "libfsdp_python_no_reshard", "libfsdp_python_fuse", "empty_hooks"),
     *("fsdp2", "fsdp2_no_reshard", "fsdp2_tuned", "fsdp2_tuned_2", "fsdp2_tuned_no_reshard", "fsdp2_instant"),
     *("libfsdp_megatron", "megatron_fsdp"),
-    *("ddp", "local", "collectives"),
+    *("ddp", "ddp_powersgd", "local", "collectives"),
     *(f"optimizer_{kind}" for kind in OPTIONS),
 )
 COLLECTIVE_NUMEL = 16 * 1024 * 1024  # fp32 elements of the whole buffer: 64 MiB.
@@ -289,10 +290,20 @@ def wrap(args: argparse.Namespace, work: Workload) -> nn.Module:
         for module in (*work.units, model):
             register_empty_hooks(module)
         return model
-    if contender == "ddp":
+    if contender.startswith("ddp"):
         if args.bf16:  # Its gradients are of fp32, as its parameters are.
             model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-        return DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
+        bucket_mb = None
+        if contender == "ddp_powersgd":  # Gloo confuses the all-reduces of several buckets, which the hook starts in any order.
+            bucket_mb = 1 << 20
+            dist._DEFAULT_FIRST_BUCKET_BYTES = bucket_mb << 20
+        replicated = DistributedDataParallel(
+            model, forward_sync_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
+        if contender == "ddp_powersgd":  # From the third step on.
+            state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            replicated.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return replicated
     world = dist.get_world_size()
     mesh: DeviceMesh = (
         init_device_mesh("cpu", (args.replicas, world // args.replicas), mesh_dim_names=("replicate", "shard"))

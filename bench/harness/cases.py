@@ -81,6 +81,17 @@ MODELS = {
             ),
             Pace(rounds=6, turn=2),
         ),
+        # Rounded gathers and gradients, beside the floor of plain training on the same cores.
+        PacedModel(
+            ModelCase(
+                "hosts_rounded",
+                GPTConfig(VOCAB, 512, 12, heads=8, context=CONTEXT),
+                1,
+                ranks=4,
+                only=frozenset({"libfsdp", "libfsdp_8bit", "libfsdp_4bit", "ddp_powersgd", "local_cpp"}),
+            ),
+            Pace(rounds=6, turn=2),
+        ),
         host("world8", 8, 48, Pace(rounds=12, turn=20)),
         host("world1024", 1024, 48, Pace(rounds=12, turn=20)),
         # As many units as a model of many experts has.

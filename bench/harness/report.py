@@ -39,6 +39,8 @@ TARGETS = (
     Target("d512", "libfsdp_no_reshard", "step_ratio_to_ddp", 1.0),
     Target("d512", "libfsdp", "memory_ratio_to_fsdp2", 0.6),
     Target("hosts", "libfsdp", "step_ratio_to_libfsdp_messages", 0.6),
+    Target("hosts_rounded", "libfsdp_8bit", "step_ratio_to_libfsdp", 0.65),
+    Target("hosts_rounded", "libfsdp_4bit", "step_ratio_to_libfsdp", 0.45),
     Target("hosts_bf16", "libfsdp_python", "step_ratio_to_fsdp2", 0.6),
     Target("world8", "libfsdp", "host_ratio_to_fsdp2", 1 / 40),
     Target("world1024", "libfsdp", "host_ratio_to_fsdp2", 1 / 100),
@@ -110,6 +112,7 @@ PANELS = (
     Panel("Memory, d=256", "d256", "peak_memory_mib", "MiB, shared pages counted once"),
     Panel("Memory, d=512", "d512", "peak_memory_mib", "MiB, shared pages counted once"),
     Panel("Step, d=512, 2 hosts of 2 ranks, links of 1 Gbit/s", "hosts", "step_ms", "ms"),
+    Panel("Step, rounded, 2 hosts of 2 ranks, links of 1 Gbit/s", "hosts_rounded", "step_ms", "ms"),
     Panel("Host time added, world 8", "world8", "host_us_per_unit", "µs per unit and step"),
     Panel("Host time added, world 1,024", "world1024", "host_us_per_unit", "µs per unit and step"),
     Panel("AdamW, 2,000 small parameters", "optimizer2000", "optimizer_ms", "ms"),
@@ -121,6 +124,8 @@ PANELS = (
 COLOURS = {
     "libfsdp": "#0072B2",
     "libfsdp_no_reshard": "#56B4E9",
+    "libfsdp_8bit": "#56B4E9",
+    "libfsdp_4bit": "#A6D4F2",
     "libfsdp_python": "#0072B2",
     "libfsdp_python_no_reshard": "#56B4E9",
     "libfsdp_python_fuse": "#56B4E9",
@@ -138,6 +143,7 @@ COLOURS = {
     "torch_foreach": "#E69F00",
     "torch_fused": "#CC79A7",
     "ddp": "#009E73",
+    "ddp_powersgd": "#66C5AC",
     "c10d": "#CC79A7",
 }
 OTHER_COLOUR = "#999999"  # Limits: plain training, theory, memcpy.

@@ -51,13 +51,13 @@ float nearest(float value) {
   return (value + kShift) - kShift;
 }
 
-/// A number in [0, 1), in steps of 2^-24.
+/// A number in [-0.5, 0.5), in steps of 2^-24. A value to which it is added, rounded to the nearest integer, has the value as its mean.
 float draw(std::uint32_t key, std::uint32_t element) {
   std::uint32_t hash = key + element * 0x9e3779b9u;
   hash = (hash ^ (hash >> 16)) * 0x7feb352du;
   hash = (hash ^ (hash >> 15)) * 0x846ca68bu;
   hash ^= hash >> 16;
-  return static_cast<float>(static_cast<std::int32_t>(hash >> 8)) * 0x1p-24f;
+  return static_cast<float>(static_cast<std::int32_t>(hash >> 8)) * 0x1p-24f - 0.5f;
 }
 
 /// Replaces values by integers.
@@ -70,9 +70,7 @@ void round_block(const GradCommFormat& format, float* values, std::int64_t numel
     return;
   }
   for (std::int64_t i = 0; i < numel; ++i) {
-    const float moved = values[i] / scale + draw(key, static_cast<std::uint32_t>(i));
-    const float integer = nearest(moved);
-    values[i] = clamped(integer - (integer > moved ? 1.0f : 0.0f));
+    values[i] = clamped(nearest(values[i] / scale + draw(key, static_cast<std::uint32_t>(i))));
   }
 }
 

@@ -32,13 +32,13 @@ inline std::vector<float> normalized_transform(std::vector<float> values) {
   return transformed(values);
 }
 
-/// In [0, 1), by two rounds of multiplication.
+/// In [-0.5, 0.5), by two rounds of multiplication.
 inline float random_fraction(std::uint32_t key, std::uint32_t element) {
   std::uint64_t hash = static_cast<std::uint32_t>(key + element * 2654435769ull);
   hash = static_cast<std::uint32_t>((hash ^ (hash >> 16)) * 2146121005ull);
   hash = static_cast<std::uint32_t>((hash ^ (hash >> 15)) * 2221713035ull);
   hash ^= hash >> 16;
-  return static_cast<float>(static_cast<double>(hash / 256) / 16777216.0);
+  return static_cast<float>(static_cast<double>(hash / 256) / 16777216.0 - 0.5);
 }
 
 /// One block, as it arrives.
@@ -62,8 +62,7 @@ inline std::vector<float> rounded_block(const GradCommFormat& format, std::vecto
     float integer = 0;
     if (scale > 0) {
       const float quotient = values[i] / scale;
-      integer = format.stochastic_rounding ? std::floor(quotient + random_fraction(key, static_cast<std::uint32_t>(i)))
-                                           : std::nearbyint(quotient);
+      integer = std::nearbyint(format.stochastic_rounding ? quotient + random_fraction(key, static_cast<std::uint32_t>(i)) : quotient);
     }
     values[i] = std::clamp(integer, -levels, levels) * scale;
   }

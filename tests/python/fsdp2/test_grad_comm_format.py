@@ -302,6 +302,26 @@ def test_memory_of_error_feedback() -> None:
 
 
 @on_ranks(2)
+def test_plans_count_the_same() -> None:
+    form = GradCommFormat(bits=4, hadamard=True, error_feedback=True)
+    with ranks_on_hosts():
+        model = fully_shard(Dot(), grad_comm_format=form)
+        before = 0
+        for step in range(3):
+            if step == 2:
+                before = libfsdp.wire_stats(model)["reduce_scatter_bytes"]
+                libfsdp.reset_peak_memory_stats(model)
+            model(gradient_of(dist.get_rank(), step)).backward()
+            model.zero_grad()
+        sent = libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before
+        mesh = libfsdp.PlannedMesh(ranks=2, device_type="cpu", shared_memory=False, rank=dist.get_rank())
+        plan = libfsdp.plan(Dot(), mesh, grad_comm_format=form)
+        assert plan.wire["reduce_scatter_bytes"] == sent == 31 * 68 + 4 + 16
+        for name in ("communication.live", "communication.peak", "unreduced_gradients.peak"):
+            assert plan.memory[name] == libfsdp.memory_stats(model)[name], name
+
+
+@on_ranks(2)
 def test_what_is_refused() -> None:
     for options, text in (({"bits": 2}, "2 bits"), ({"block": 33}, "multiple of 32"), ({"block": 96, "hadamard": True}, "power of two")):
         with pytest.raises(ValueError, match=text):

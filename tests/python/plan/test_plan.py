@@ -104,7 +104,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optim": {"placements": "optim"},
     "no_shard": {"placements": "no_shard"},
     "bf16 no_shard": {"placements": "no_shard", "mp_policy": libfsdp.MixedPrecisionPolicy(param_dtype=BF16)},
-    "4 bits": {"grad_comm_format": libfsdp.GradCommFormat(bits=4, hadamard=True, error_feedback=True)},
     "main dtypes": {"main_params_dtype": torch.float64, "main_grads_dtype": torch.float64},
 }
 
