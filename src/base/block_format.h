@@ -58,14 +58,42 @@ FSDP_ELEMENT std::uint8_t scale_for(std::uint32_t largest) {
   return static_cast<std::uint8_t>(exponent + (mantissa != 0 ? 1u : 0u));
 }
 
+/// `a` if the condition holds, else `b`. The compiler moves no arithmetic behind it, as it would into a branch, which loops that vectorize
+/// must not have.
+FSDP_ELEMENT std::uint32_t select(bool condition, std::uint32_t a, std::uint32_t b) {
+  const std::uint32_t mask = 0u - static_cast<std::uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
+/// The conversions of c10::Float8_e4m3fn (torch 2.13), without branches: a sign, four bits of an exponent whose bias is 7, three bits of a
+/// mantissa. There is no infinity; what is too large becomes the largest number.
+FSDP_ELEMENT std::uint8_t float8_code(float value) {
+  constexpr std::uint32_t kBiases = 120u << 23;  // Their difference.
+  constexpr std::uint32_t kLargest = 0x7e, kNan = 0x7f, kInfinity = 0x7f800000u;
+  const std::uint32_t sign = bits_of(value) & 0x80000000u;
+  const std::uint32_t magnitude = bits_of(value) ^ sign;
+  const std::uint32_t normal = (magnitude - kBiases + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;  // Halves to even.
+  // Below 2^-6, codes are multiples of 2^-9, as the numbers from 2^14 on are in fp32.
+  const std::uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
+  const std::uint32_t finite = select(magnitude < kBiases + (1u << 23), subnormal, normal);
+  const std::uint32_t code = select(finite < kLargest, finite, kLargest) | sign >> 24;
+  return static_cast<std::uint8_t>(select(magnitude > kInfinity, kNan, code));
+}
+FSDP_ELEMENT float float8_value(std::uint8_t code) {
+  const std::uint32_t magnitude = code & 0x7fu;
+  const std::uint32_t normal = (magnitude << 20) + (120u << 23);
+  const std::uint32_t subnormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
+  const std::uint32_t finite = select(magnitude < 8, subnormal, normal);
+  return float_of(select(magnitude == 0x7f, 0x7fc00000u, finite) | (code & 0x80u) << 24);
+}
+
 template <typename T>
 FSDP_ELEMENT std::uint8_t encoded(T value, float scale) {
-  const float scaled = static_cast<float>(value) / scale;
-  return scaled == scaled ? c10::Float8_e4m3fn(scaled).x : std::uint8_t{0x7f};
+  return float8_code(static_cast<float>(value) / scale);
 }
 template <typename T>
 FSDP_ELEMENT T decoded(std::uint8_t code, float scale) {
-  return rounded_to<T>(static_cast<float>(c10::Float8_e4m3fn(code, c10::Float8_e4m3fn::from_bits())) * scale);
+  return rounded_to<T>(float8_value(code) * scale);
 }
 
 /// Encodes a block by one thread, pack by pack: a block has complete packs. The second reading comes from the nearest cache.
@@ -92,6 +120,15 @@ FSDP_HOST_DEVICE inline void encode_block(const BlockedPieces& given, std::int64
     write_pack(to + at, codes);
   }
   *given.scale_of(number) = byte;
+}
+
+/// Decodes a block, in a loop that vectorizes.
+template <typename T>
+inline void decode_block(const BlockedPieces& given, std::int64_t number) {
+  const float scale = scale_value(*given.scale_of(number));
+  const std::uint8_t* const codes = given.codes_of(number);
+  T* const values = static_cast<T*>(given.values) + number * given.block;
+  for (std::int64_t i = 0; i < given.block; ++i) values[i] = decoded<T>(codes[i], scale);
 }
 
 /// `kPack` elements, which lie in one block.

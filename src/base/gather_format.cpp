@@ -87,9 +87,8 @@ void widen(const at::Tensor& encoded, const at::Tensor& whole, std::int64_t bloc
   }
   const auto pieces = pieces_of(whole, encoded, block);
   const bool is_real = with_real_type(whole.scalar_type(), [&](auto type) {
-    const std::int64_t packs = block / kPack;
     parallel_for(pieces.blocks(), kBlocksPerTask, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t pack = begin * packs; pack < end * packs; ++pack) decode_pack<decltype(type)>(pieces, pack);
+      for (std::int64_t number = begin; number < end; ++number) decode_block<decltype(type)>(pieces, number);
     });
   });
   if (!is_real) widen_by_operators(encoded, whole, block);

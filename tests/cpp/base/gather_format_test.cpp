@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "base/block_format.h"
 #include "fsdp/error.h"
 
 namespace gather_format_test {
@@ -65,6 +66,24 @@ TEST(GatherFormat, BlocksAreConvertedApart) {
   format.pre_all_gather(main, wire);
   format.post_all_gather(wire, whole);
   EXPECT_TRUE(whole.narrow(1, kBlock, kBlock).eq(0.5).all().item<bool>());
+}
+
+// Every code, and numbers of all exponents up to those that are rounded to the largest one.
+TEST(GatherFormat, ConvertsAsTorchDoes) {
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<std::uint8_t>(code);
+    const float torchs = c10::Float8_e4m3fn(byte, c10::Float8_e4m3fn::from_bits());
+    if (std::isnan(torchs)) {
+      EXPECT_TRUE(std::isnan(fsdp::float8_value(byte))) << code;
+    } else {
+      EXPECT_EQ(fsdp::bits_of(fsdp::float8_value(byte)), fsdp::bits_of(torchs)) << code;
+    }
+  }
+  for (std::uint32_t magnitude = 0; magnitude <= fsdp::bits_of(464.0f); magnitude += 997) {
+    for (const float value : {fsdp::float_of(magnitude), -fsdp::float_of(magnitude)}) {
+      ASSERT_EQ(fsdp::float8_code(value), c10::Float8_e4m3fn(value).x) << value;
+    }
+  }
 }
 
 TEST(GatherFormat, RefusesOtherBlocks) {
