@@ -18,8 +18,8 @@ namespace fsdp::comm {
 /// [Note: Two levels] If a row has several hosts with equal numbers of ranks, messages are sent only between ranks of equal place, and
 /// every byte crosses once per host. (The place of a rank is its number on its host.) A gather first receives the shards of the ranks of
 /// equal place, and then copies those that the neighbours have received. A reduction first sums the neighbours' gradients for each rank of
-/// equal place, sends these sums (fp32, fp64 for double), and adds up the sums that it receives, in the order of the hosts. If the number
-/// of ranks on a host is a power of two, the result has the bits of one sum over all ranks (see rank_order_sum.h).
+/// equal place, sends these sums (fp32, fp64 for double, or encoded), and adds up the sums that it receives, in the order of the hosts. If
+/// the number of ranks on a host is a power of two, the result has the bits of one sum over all ranks (see rank_order_sum.h).
 class SharedCommunicator final : public PairwiseCommunicator {
  public:
   SharedCommunicator(Row row, const c10::intrusive_ptr<c10d::Backend>& gloo, std::shared_ptr<SharedRow> shared);

@@ -242,6 +242,30 @@ def test_seeds_and_steps_draw_other_numbers() -> None:
         assert not any(torch.equal(one, other) for other in gradients[:i])
 
 
+@on_ranks(2)
+def test_a_replay_check_changes_nothing() -> None:
+    """It reduces a second time, with the same random numbers and what had been lost before."""
+    form = GradCommFormat(bits=4, stochastic_rounding=True, error_feedback=True)
+
+    def gradients(checks: bool) -> list[Tensor]:
+        model = fully_shard(Dot(), grad_comm_format=form)
+        check = libfsdp.ReplayCheck(model, every=1)
+        results = []
+        for step in range(3):
+            model.zero_grad()
+            batch = gradient_of(dist.get_rank(), step)
+            if checks:
+                check.run(lambda x: model(x).backward(), batch)
+            else:
+                model(batch).backward()
+            results.append(local_gradient(model).clone())
+        assert check.checked == (2 if checks else 0)  # The first microbatch forms the model.
+        return results
+
+    with ranks_on_hosts():
+        assert all(map(torch.equal, gradients(checks=True), gradients(checks=False)))
+
+
 def spoiled(value: float) -> Tensor:
     x = gradient_of(0, 0)
     x[-1, 500] = value

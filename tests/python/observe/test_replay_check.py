@@ -121,8 +121,6 @@ def test_clean_steps_are_as_without_checks(size: int) -> None:
     bf16 = libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     cases: list[tuple[dict[str, Any], int, bool]] = [({}, 1, False), ({}, 1, True), ({"mp_policy": bf16}, 1, True)]
     cases += [({"reshard_after_forward": False}, 1, False)]
-    four_bits = libfsdp.GradCommFormat(bits=4, stochastic_rounding=True, error_feedback=True)
-    cases += [({"grad_comm_format": four_bits}, 1, True)]
     if size == 4:
         cases += [({}, 2, True)]
     for options, replicas, accumulates in cases:
