@@ -4,9 +4,13 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <bit>
+#include <limits>
 #include <string>
 
 #include "base/block_format.h"
+#include "base/int4_blocks.h"
 #include "base/parallel_for.h"
 #include "fsdp/error.h"
 
@@ -94,6 +98,80 @@ void widen(const at::Tensor& encoded, const at::Tensor& whole, std::int64_t bloc
   if (!is_real) widen_by_operators(encoded, whole, block);
 }
 
+/// So many elements take longer to convert than a thread to wake up.
+constexpr std::int64_t kElementsPerTask = 16384;
+
+Int4Pieces pieces_of(const at::Tensor& values, const at::Tensor& encoded, const Int4Differences& options) {
+  return {.values = const_cast<void*>(values.const_data_ptr()),
+          .encoded = static_cast<std::uint8_t*>(const_cast<void*>(encoded.const_data_ptr())),
+          .pieces = values.size(0),
+          .numel = values.size(1),
+          .block = options.block,
+          .hadamard = options.hadamard};
+}
+
+/// Calls fn with the number of each block.
+template <typename Fn>
+void for_each_block(const Int4Pieces& pieces, const Fn& fn) {
+  parallel_for(pieces.blocks(), std::max<std::int64_t>(kElementsPerTask / pieces.block, 1), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t number = begin; number < end; ++number) fn(number);
+  });
+}
+
+/// Of the last dimension, as hadamard_transform does it.
+at::Tensor hadamard_by_operators(const at::Tensor& blocks) {
+  auto values = blocks;
+  for (std::int64_t half = 1; half < blocks.size(-1); half *= 2) {
+    const auto pairs = values.unflatten(-1, {-1, 2, half});
+    const auto first = pairs.select(-2, 0);
+    const auto second = pairs.select(-2, 1);
+    values = at::stack({first + second, first - second}, -2).flatten(-3);
+  }
+  return values;
+}
+
+void encode_int4_by_operators(const at::Tensor& difference, const at::Tensor& encoded, const Int4Differences& options) {
+  const auto numel = difference.size(1);
+  const auto half = options.block / 2;
+  auto blocks = difference.unflatten(1, {numel / options.block, options.block});
+  if (options.hadamard) blocks = hadamard_by_operators(blocks);
+  const auto largest = blocks.abs().amax(-1);
+  const auto bits = (largest * (1 / kLargestInt4)).view(at::kInt).add(0xffff).bitwise_right_shift(16).bitwise_left_shift(16);
+  const auto scales = bits.view(at::kFloat).masked_fill(largest.isfinite().logical_not(), std::numeric_limits<float>::quiet_NaN());
+  const auto scaled = (blocks / scales.unsqueeze(-1)).masked_fill(scales.gt(0).logical_not().unsqueeze(-1), 0);
+  const auto codes = scaled.round().to(at::kInt).bitwise_and(0xf);
+  const auto bytes = codes.narrow(-1, 0, half).bitwise_or(codes.narrow(-1, half, half).bitwise_left_shift(4));
+  encoded.slice(1, 0, numel / 2).copy_(bytes.flatten(1));
+  encoded.slice(1, numel / 2).view(at::kBFloat16).copy_(scales);
+}
+
+void add_int4_by_operators(const at::Tensor& encoded, const at::Tensor& whole, const Int4Differences& options) {
+  const auto numel = whole.size(1);
+  const auto bytes = encoded.slice(1, 0, numel / 2).unflatten(1, {numel / options.block, options.block / 2}).to(at::kInt);
+  const auto codes = at::cat({bytes, bytes.bitwise_right_shift(4)}, -1);
+  auto values = codes.bitwise_left_shift(28).bitwise_right_shift(28).to(at::kFloat);
+  auto scales = encoded.slice(1, numel / 2).view(at::kBFloat16).to(at::kFloat).unsqueeze(-1);
+  if (options.hadamard) {
+    values = hadamard_by_operators(values);
+    scales = scales / options.block;
+  }
+  whole.copy_(whole.to(at::promote_types(whole.scalar_type(), at::kFloat)) + (values * scales).flatten(1));
+}
+
+void encode_int4(const at::Tensor& difference, const at::Tensor& encoded, const Int4Differences& options) {
+  if (!difference.is_cpu()) return encode_int4_by_operators(difference, encoded, options);
+  const auto pieces = pieces_of(difference, encoded, options);
+  for_each_block(pieces, [&](std::int64_t number) { encode_int4_block(pieces, number); });
+}
+
+void add_int4(const at::Tensor& encoded, const at::Tensor& whole, const Int4Differences& options) {
+  const auto pieces = pieces_of(whole, encoded, options);
+  const bool is_real = whole.is_cpu() && with_real_type(whole.scalar_type(), [&](auto type) {
+                         for_each_block(pieces, [&](std::int64_t number) { add_int4_block<decltype(type)>(pieces, number); });
+                       });
+  if (!is_real) add_int4_by_operators(encoded, whole, options);
+}
+
 }  // namespace
 
 DeviceFunctions<LaunchConversion>& device_encoders() {
@@ -112,6 +190,23 @@ GatherFormat float8_blocks(std::int64_t block) {
           .block_bytes = block + 1,
           .pre_all_gather = [block](const at::Tensor& main, const at::Tensor& encoded) { narrow(main, encoded, block); },
           .post_all_gather = [block](const at::Tensor& encoded, const at::Tensor& whole) { widen(encoded, whole, block); }};
+}
+
+GatherFormat int4_differences(const Int4Differences& options) {
+  const auto block = options.block;
+  const bool transforms = block <= kLongestTransform && std::has_single_bit(static_cast<std::uint64_t>(block));
+  if (block <= 0 || block % 16 != 0 || (options.hadamard && !transforms)) {
+    throw Error("int4_differences: block " + std::to_string(block) +
+                "; a block is a positive multiple of 16 elements, and with hadamard a power of two up to " +
+                std::to_string(kLongestTransform));
+  }
+  return {
+      .block = block,
+      .block_bytes = block / 2 + 2,
+      .pre_all_gather = [options](const at::Tensor& difference, const at::Tensor& encoded) { encode_int4(difference, encoded, options); },
+      .post_all_gather = [options](const at::Tensor& encoded, const at::Tensor& whole) { add_int4(encoded, whole, options); },
+      .differences = true,
+      .settings = options.hadamard ? "int4 differences, transformed" : "int4 differences"};
 }
 
 }  // namespace fsdp

@@ -1,4 +1,4 @@
-// Eight bits per element, block by block: the scale, its limits, and what no number can say.
+// Eight bits per element, or differences in four, block by block: the scale, its limits, and what no number can say.
 
 #include "fsdp/gather_format.h"
 
@@ -11,6 +11,8 @@
 
 #include "base/block_format.h"
 #include "fsdp/error.h"
+#include "support/exact_arithmetic.h"
+#include "support/same_bits.h"
 
 namespace gather_format_test {
 
@@ -87,7 +89,65 @@ TEST(GatherFormat, ConvertsAsTorchDoes) {
 }
 
 TEST(GatherFormat, RefusesOtherBlocks) {
-  for (const std::int64_t block : {0, -16, 8, 33}) EXPECT_THROW(fsdp::float8_blocks(block), fsdp::Error) << block;
+  for (const std::int64_t block : {0, -16, 8, 33}) {
+    EXPECT_THROW(fsdp::float8_blocks(block), fsdp::Error) << block;
+    EXPECT_THROW(fsdp::int4_differences({.block = block}), fsdp::Error) << block;
+  }
+  for (const std::int64_t block : {8, 48, 512}) EXPECT_THROW(fsdp::int4_differences({block, /*hadamard=*/true}), fsdp::Error) << block;
+}
+
+/// What is left in `whole` (2-D) when this difference to it has arrived.
+at::Tensor with_difference(const at::Tensor& whole, const at::Tensor& difference, const fsdp::Int4Differences& options) {
+  const auto format = fsdp::int4_differences(options);
+  const auto wire = at::zeros({whole.size(0), whole.size(1) / options.block * format.block_bytes}, at::kByte);
+  format.pre_all_gather(difference, wire);
+  auto after = whole.clone();
+  format.post_all_gather(wire, after);
+  return after;
+}
+
+TEST(Int4Differences, ArriveAsDocumented) {
+  torch::manual_seed(3);
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const std::int64_t block : {16, 128, 256}) {
+      for (const bool hadamard : {false, true}) {
+        const auto whole = at::randn({3, 2 * block}).to(dtype);
+        // Blocks of all magnitudes, one of zeros, and one of the least numbers.
+        const auto main =
+            whole.to(at::kFloat) + at::randn({3, 2 * block}) * at::logspace(-9, 2, 6).view({3, 2}).repeat_interleave(block, 1);
+        main.select(0, 1).slice(0, 0, block).copy_(whole.select(0, 1).slice(0, 0, block));
+        auto least = whole.clone();
+        least.select(0, 2).slice(0, 0, block).zero_();
+        main.select(0, 2).slice(0, 0, block).copy_(at::arange(block) * std::numeric_limits<float>::denorm_min());
+        fsdp::testing::Int4Receiver receiver(least, dtype, block, hadamard);
+        receiver.receive(main);
+        const auto after = with_difference(least, main - least.to(at::kFloat), {block, hadamard});
+        EXPECT_TRUE(fsdp::testing::same_bits(after, receiver.values())) << block << hadamard;
+      }
+    }
+  }
+}
+
+TEST(Int4Differences, TheLargestOfABlockArrivesAlmostExactly) {
+  for (const bool hadamard : {false, true}) {
+    const auto difference = at::zeros({1, 128});
+    difference[0][5] = 1;
+    const auto after = with_difference(at::zeros({1, 128}), difference, {.hadamard = hadamard});
+    EXPECT_NEAR(after[0][5].item<float>(), 1, 1.0 / 128);
+    EXPECT_EQ(after.count_nonzero().item<std::int64_t>(), 1);
+  }
+}
+
+TEST(Int4Differences, WhatIsNotFiniteMakesItsBlockNaN) {
+  for (const float value : {INFINITY, -INFINITY, NAN}) {
+    for (const bool hadamard : {false, true}) {
+      const auto difference = at::zeros({1, 64});
+      difference[0][3] = value;
+      const auto after = with_difference(at::ones({1, 64}), difference, {32, hadamard});
+      EXPECT_TRUE(after.slice(1, 0, 32).isnan().all().item<bool>()) << value;
+      EXPECT_TRUE(after.slice(1, 32).eq(1).all().item<bool>()) << value;
+    }
+  }
 }
 
 }  // namespace gather_format_test

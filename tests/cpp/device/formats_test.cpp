@@ -92,6 +92,28 @@ TEST_P(DeviceFormats, HaveTheBytesOfTheHost) {
   }
 }
 
+TEST_P(DeviceFormats, AddDifferencesAsTheHost) {
+  for (const std::int64_t block : {16, 64}) {
+    for (const bool hadamard : {false, true}) {
+      const auto format = fsdp::int4_differences({block, hadamard});
+      const auto difference = values(3, block, at::kFloat);
+      difference[1][0] = INFINITY;
+      const auto whole = numbers(difference.numel(), 4, at::kDouble).view(difference.sizes()).to(GetParam());
+      const auto add = [&](const c10::Device& device) {
+        const auto wire = at::zeros({3, 6 * format.block_bytes}, at::TensorOptions(at::kByte).device(device));
+        const auto after = whole.to(device, GetParam(), /*non_blocking=*/false, /*copy=*/true);
+        format.pre_all_gather(difference.to(device), wire);
+        format.post_all_gather(wire, after);
+        return std::pair(wire.cpu(), after.cpu());
+      };
+      const auto [host_wire, host] = add(at::kCPU);
+      const auto [device_wire, device] = add(sim::device());
+      EXPECT_TRUE(at::equal(device_wire, host_wire)) << block << hadamard;
+      EXPECT_TRUE(at::allclose(device, host, /*rtol=*/0, /*atol=*/0, /*equal_nan=*/true)) << block << hadamard;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(AllDtypes, DeviceFormats, ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
