@@ -24,7 +24,7 @@ from libfsdp._core.gradient_reduction import GradientReductionHandle  # noqa: E4
 from libfsdp._core.memory_budget import MemoryBudget  # noqa: E402
 from libfsdp._core.placement import ShardPlacementResult  # noqa: E402
 from libfsdp._core.precision import MixedPrecisionPolicy  # noqa: E402
-from libfsdp._core.sharding_options import Float8Blocks, GradCommFormat  # noqa: E402
+from libfsdp._core.sharding_options import Float8Blocks, GradCommFormat, Int4Differences  # noqa: E402
 from libfsdp._core.warnings import may_miss_backward_hooks  # noqa: E402
 from libfsdp._fsdp2.attend import attend  # noqa: E402
 from libfsdp._fsdp2.fsdp_module import FSDPModule, UnshardHandle  # noqa: E402
@@ -79,6 +79,7 @@ __all__ = [
     "Goodput",
     "GradCommFormat",
     "GradientReductionHandle",
+    "Int4Differences",
     "LinkRate",
     "Loaded",
     "LocalShard",

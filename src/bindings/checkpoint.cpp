@@ -271,7 +271,7 @@ void bind_checkpoint(py::module_& module) {
            kWithoutGil, "Compares names and checks data. Returns the values of Loaded. Collective.")
       .def_property_readonly("replaced", &LoadPlan::replaced, "The names of all values that assign() replaces.")
       .def(
-          "assign", [](LoadPlan& plan, const CheckpointRanks& ranks) { plan.assign(ranks, &hooks::note_update); }, py::arg("ranks"),
+          "assign", [](LoadPlan& plan, const CheckpointRanks& ranks) { plan.assign(ranks, &hooks::note_load); }, py::arg("ranks"),
           kWithoutGil, "Reads the tensors to their places. Collective.");
   module.def("read_rank_extra", &read_rank_extra, py::arg("path"), kWithoutGil, "The paths and values of every rank's own values.");
   module.def(

@@ -36,7 +36,8 @@ constexpr auto kNoGil = py::call_guard<py::gil_scoped_release, OutsideTransforms
 using Dtype = std::optional<at::ScalarType>;
 
 hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> shape, std::int64_t shard_dim, at::ScalarType dtype,
-                                    bool trainable, Dtype param_dtype, Dtype grad_dtype, std::int64_t float8_block, bool extended) {
+                                    bool trainable, Dtype param_dtype, Dtype grad_dtype, const std::optional<GatherFormat>& gather_format,
+                                    bool extended) {
   return {.name = std::move(name),
           .shape = std::move(shape),
           .shard_dim = shard_dim,
@@ -44,7 +45,7 @@ hooks::ParameterSpec make_parameter(std::string name, std::vector<std::int64_t> 
           .trainable = trainable,
           .param_dtype = param_dtype,
           .grad_dtype = grad_dtype,
-          .float8_block = float8_block,
+          .gather_format = gather_format ? std::make_shared<const GatherFormat>(*gather_format) : nullptr,
           .extended = extended};
 }
 
@@ -145,9 +146,15 @@ py::dict wire_stats(ShownModel& model, const std::vector<DeviceMesh>& further) {
 void bind_hooks(py::module_& module) {
   bind_errors(module);
 
+  py::class_<GatherFormat>(module, "GatherFormat", "The bytes in which a parameter is gathered.");
+  module.def("float8_blocks", &float8_blocks, py::arg("block"));
+  module.def(
+      "int4_differences", [](std::int64_t block, bool hadamard) { return int4_differences({.block = block, .hadamard = hadamard}); },
+      py::arg("block"), py::arg("hadamard"));
+
   py::class_<hooks::ParameterSpec>(module, "ParameterSpec", "One parameter of a unit that is to be made.")
       .def(py::init(&make_parameter), py::kw_only(), py::arg("name"), py::arg("shape"), py::arg("shard_dim"), py::arg("dtype"),
-           py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("float8_block"), py::arg("extended"));
+           py::arg("trainable"), py::arg("param_dtype"), py::arg("grad_dtype"), py::arg("gather_format"), py::arg("extended"));
 
   py::class_<GradCommFormat>(module, "GradCommFormat", "See libfsdp.GradCommFormat.")
       .def(py::init([](int bits, std::int64_t block, bool hadamard, bool stochastic_rounding, std::uint64_t seed, bool error_feedback) {
@@ -269,8 +276,7 @@ void bind_hooks(py::module_& module) {
       .def("hide_after_backward", &ShownModel::hide_after_backward)
       .def("deliver_gradients", &ShownModel::deliver_gradients)
       .def("reset", of_engine(&Engine::reset), kNoGil)
-      .def(
-          "main_parameters_changed", [](ShownModel& model) { model.engine()->main().changed(); }, kNoGil)
+      .def("main_parameters_changed", &ShownModel::parameters_changed, kNoGil)
       .def(
           "set",
           [](ShownModel& model, std::optional<int> prefetch_depth, std::optional<bool> is_last_backward, std::optional<bool> ends_step,
@@ -306,7 +312,8 @@ void bind_hooks(py::module_& module) {
       .def("memory_stats", &memory_stats)
       .def("reset_peak_memory_stats", [](ShownModel& model) { model.engine()->accounting().reset_peaks(); })
       .def("wire_stats", &wire_stats, py::arg("further"));
-  module.def("note_update", &hooks::note_update, "An optimizer has updated sharded parameters.");
+  module.def("note_update", &torch_python::note_update, kNoGil,
+             "An optimizer has updated sharded parameters, among them those of these units.");
   module.def("note_step", &torch_python::note_step, kNoGil, "An optimizer that has parameters of these units is about to step.");
   module.def("checksum", &engine::checksum, kNoGil, "Of a tensor's bytes, or of so many elements that are spread over it. Never 0.");
   module.def("inside_backward", &trigger::inside_backward, "True inside of a backward.");

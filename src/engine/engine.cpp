@@ -124,7 +124,9 @@ void Engine::refresh_locked(Unit& unit, bool kept_is_outdated) {
   }
   evict(unit);
   // If placements keep unsharded parameters or inner shards, the user has not asked to keep old values.
-  const bool by_placements = unit.replicated_parameters() || options.outer_sharded_optimizer;
+  // [Differences need a base] Another gather would change parameters, although the main ones are the same, so only noticed writes count.
+  const bool by_placements =
+      (unit.replicated_parameters() && !(unit.sends_differences() && unit.whole.is_base)) || options.outer_sharded_optimizer;
   if (kept_is_outdated || (by_placements && last != LastBackward::kAccumulated)) gatherer_.outdate_silently(unit);
 }
 

@@ -93,8 +93,7 @@ void Gatherer::give_up(Unit& unit) {
 
 /// Returns the part of the gather for sub-buffer k.
 comm::GatherPart Gatherer::part_to_gather(Unit& unit, std::size_t k, Copies& conversions) {
-  const auto& format = unit.formats[k];
-  const at::Tensor& full = format.gather ? unit.whole.wire.parts[k] : unit.whole.buffer.parts[k];
+  const at::Tensor& full = unit.format_to_send(k) ? unit.whole.wire.parts[k] : unit.whole.buffer.parts[k];
   const auto place = [&] { return region(full, unit.all_pieces(), unit.main_pieces()); };
   if (unit.main_is_shared(k) && unit.replicated_optimizer()) return {.full = full, .shard = full};
   return {.full = full, .shard = shard_to_send(unit, k, place, conversions)};
@@ -114,14 +113,18 @@ at::Tensor Gatherer::shard_to_send(Unit& unit, std::size_t k, const Place& place
 
 /// Adds to `conversions` the copy of the main parameters of sub-buffer k into `place`, in the form in which they are sent.
 void Gatherer::convert_main(Unit& unit, std::size_t k, const at::Tensor& place, Copies& conversions) {
-  unit.formats[k].gather ? encode_main(unit, k, place) : conversions.add(place, unit.main.parts[k]);
+  unit.format_to_send(k) ? encode_main(unit, k, place) : conversions.add(place, unit.main.parts[k]);
 }
 
-/// Encodes the main parameters of sub-buffer k in its gather format.
+/// Encodes the main parameters of sub-buffer k, or their difference to the unsharded ones, in its gather format.
 void Gatherer::encode_main(Unit& unit, std::size_t k, const at::Tensor& place) {
   if (place.numel() == 0) return;
   const auto pieces = unit.main_pieces().count;
-  const auto main = unit.main.parts[k].to(device_, /*non_blocking=*/true);
+  auto main = unit.main.parts[k].to(device_, /*non_blocking=*/true);
+  if (unit.formats[k].sends_differences()) {
+    const auto wide = main.to(at::promote_types(main.scalar_type(), at::kFloat));
+    main = (wide - region(unit.whole.buffer.parts[k], unit.all_pieces(), unit.main_pieces())).to(at::kFloat);
+  }
   unit.formats[k].gather->pre_all_gather(main.view({pieces, -1}), place.view({pieces, -1}));
 }
 
@@ -153,15 +156,17 @@ void Gatherer::finish_extension(Unit& unit) {
   }
 }
 
-/// Decodes the data that arrived in a gather format.
+/// Decodes the data that arrived in a gather format. The unsharded parameters are then those of a gather [Differences need a base].
 void Gatherer::widen(Unit& unit) {
   const at::NoGradGuard no_grad;
   const auto pieces = unit.all_pieces().count;
   for (std::size_t k = 0; k < unit.whole.buffer.parts.size(); ++k) {
-    const auto& gather = unit.formats[k].gather;
+    const auto* const gather = unit.format_to_send(k);
     const auto& full = unit.whole.buffer.parts[k];
-    if (gather && full.numel() > 0) gather->post_all_gather(unit.whole.wire.parts[k].view({pieces, -1}), full.view({pieces, -1}));
+    if (gather != nullptr && full.numel() > 0)
+      gather->post_all_gather(unit.whole.wire.parts[k].view({pieces, -1}), full.view({pieces, -1}));
   }
+  unit.whole.is_base = true;
   unit.whole.wire.release();
 }
 

@@ -135,6 +135,7 @@ void MainParameters::dismiss(Unit& unit, std::span<const at::Tensor> whole) {
     engine_.gatherer_.stop_sending(unit);
     if (unit.offloaded()) memory::synchronize(engine_.options_.device());  // the main parameters may be on their way to the device
     for (std::size_t k = 0; k < whole.size(); ++k) unit.main.parts[k].copy_(region(whole[k], unit.all_pieces(), unit.main_pieces()));
+    unit.whole.is_base = false;
     engine_.gatherer_.outdate_copies(unit);
     engine_.evict(unit);
   });
@@ -151,7 +152,16 @@ void MainParameters::changed(bool forward_begins) {
   engine_.outdate_all(/*starts_shards=*/!forward_begins);
 }
 
+void MainParameters::send_values() {
+  const auto lock = engine_.lock_for_use();
+  for (const auto& unit : engine_.units_) {
+    engine_.guarded([&] { engine_.gatherer_.stop_sending(*unit); });  // It decodes what is under way as it was sent.
+    unit->whole.is_base = false;
+  }
+}
+
 void MainParameters::shards_changed() {
+  send_values();
   const auto lock = after_reader(engine_.lock_for_use());
   engine_.guarded([&] {
     for (const auto& unit : engine_.units_) {

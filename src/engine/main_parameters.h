@@ -75,8 +75,11 @@ class MainParameters {
   /// an older graph raises torch's in-place error. `forward_begins`: a forward of the whole model begins now, which gathers over the outer
   /// dimension itself.
   void changed(bool forward_begins = false);
-  /// Does the same after users have written this rank's shards of the main parameters. If main parameters are replicated, ranks get each
-  /// other's shards, and the call is collective.
+  /// Call it before changed() if anything else than an optimizer's step wrote the main parameters: the next gather sends no differences
+  /// [Differences need a base].
+  void send_values();
+  /// Does the same as changed(), after users have written this rank's shards of the main parameters. If main parameters are replicated,
+  /// ranks get each other's shards, and the call is collective.
   void shards_changed();
   /// Call it when the model has been un-sharded. Calls that need its parameters throw Error from now on.
   void retire();

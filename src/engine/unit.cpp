@@ -155,8 +155,7 @@ std::string Unit::describe() const {
             c10::toString(parameter.dtype) + (parameter.trainable ? "" : ", frozen") + ", dtypes";
     for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient})
       text.append(" ").append(c10::toString(dtype));
-    if (format.gather)
-      text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
+    if (format.gather) text += engine::describe(*format.gather);
     if (format.extended) text += ", gathered by itself";
     if (options.grad_comm_format) text += ", gradients in " + fsdp::describe(*options.grad_comm_format);
     text += "\n";
@@ -182,6 +181,18 @@ std::int64_t Unit::travelling_numel(std::size_t k) const {
   return format ? numel / format->block * format->block_bytes : numel;
 }
 
+bool Unit::sends_differences() const {
+  return std::any_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return format.sends_differences(); });
+}
+
+// A difference is taken to the unsharded parameters, so what an operator changed in them could not be told from what rounding has left.
+void Unit::check_writable() const {
+  if (!sends_differences()) return;
+  throw Error("an operator writes to parameters of unit '" + name +
+              "', whose gather format sends differences to them; write to its main parameters, while SummonFullParams exposes them, or "
+              "read addresses by const_data_ptr()");
+}
+
 bool Unit::has_separate_main() const {
   return offloaded() || std::any_of(formats.begin(), formats.end(), [](const SubBufferFormat& format) { return !format.gathers_main(); });
 }
@@ -189,6 +200,20 @@ bool Unit::has_separate_main() const {
 Pieces Unit::main_pieces() const {
   if (options.outer_sharded_optimizer) return own_pieces();
   return replicated_optimizer() ? all_pieces() : inner_pieces();
+}
+
+std::string describe(const GatherFormat& format) {
+  auto text = ", gathered in " + std::to_string(format.block_bytes) + " bytes per " + std::to_string(format.block);
+  if (!format.settings.empty()) text += " (" + format.settings + ")";
+  return text;
+}
+
+void check_formats(const std::string& unit, const std::vector<SubBufferFormat>& formats, const Placements& placements) {
+  const bool differences = std::any_of(formats.begin(), formats.end(), [](const auto& format) { return format.sends_differences(); });
+  if (!differences || placements == Placements::optim() || placements == Placements::optim_grads()) return;
+  throw Error("unit '" + unit +
+              "': its gather format sends differences to what all ranks have of the last gather, so unsharded parameters must stay from "
+              "step to step, and main parameters must be sharded; give placements optim_grads or optim, or another gather format");
 }
 
 at::Tensor region(const at::Tensor& tensor, Pieces held, Pieces pieces) {
@@ -246,6 +271,7 @@ void Unit::allocate_main(memory::Accounting& accounting) {
     allocate(whole.buffer, whole.memory, alone ? memory::Kind::kMainParameters : memory::Kind::kGatheredParameters);
     // Replicated parameters that every rank fills by itself are present at once; copies in another dtype are made at the first use.
     set_state(has_separate_main() ? ParameterState::kSharded : ParameterState::kPresent);
+    whole.is_base = false;  // The memory may be new.
   }
 }
 

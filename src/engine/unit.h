@@ -105,7 +105,14 @@ struct SubBufferFormat {
   bool operator==(const SubBufferFormat&) const = default;
   /// True if gathered values have the same bits as the main parameters.
   bool gathers_main() const { return compute == main && gather == nullptr; }
+  bool sends_differences() const { return gather != nullptr && gather->differences; }
 };
+
+/// Returns the text about a gather format that ranks compare.
+std::string describe(const GatherFormat& format);
+
+/// Throws Error if a unit with these placements can't have these formats, because differences need parameters that stay unsharded.
+void check_formats(const std::string& unit, const std::vector<SubBufferFormat>& formats, const Placements& placements);
 
 /// What happens to the unsharded parameters of a unit after forward.
 enum class AfterForward : std::uint8_t {
@@ -189,6 +196,8 @@ struct WholeParameters {
   std::atomic<UseState> use = UseState::kUnused;
   LastBackward last_backward = LastBackward::kNone;
   bool written = false;  ///< An operator wrote to them: eviction writes the owned slices back.
+  /// [Differences need a base] Whether all ranks have the values of the last gather, so that the next one may send differences to them.
+  bool is_base = false;
   /// The modules' parameters view its storage. It has bytes only while the unit is being gathered or present; always, if parameters are
   /// replicated.
   Buffer buffer;
@@ -295,12 +304,23 @@ struct Unit {
   }
   bool replicated_optimizer() const { return options.placements.optimizer == Placement::kReplicated; }
   /// True if the main parameters of sub-buffer k are a region of the unsharded ones (or of `shards`), so that the bytes exist only once.
+  /// Beside differences they are not, so that a write to the memory of the unsharded parameters is never one to main parameters.
   bool main_is_shared(std::size_t k) const {
-    return !offloaded() && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
+    const bool may_share = !offloaded() && !sends_differences();
+    return may_share && formats[k].gathers_main() && (replicated_parameters() || options.outer_sharded_optimizer);
   }
   /// True if the unsharded parameters of some sub-buffer do not have the same bits as its main parameters, or if the main parameters are
   /// not on the device.
   bool has_separate_main() const;
+  /// True if gathers send differences of some sub-buffer.
+  bool sends_differences() const;
+  /// Returns the gather format in which the next gather sends sub-buffer k; null if it sends the values in the compute dtype.
+  const GatherFormat* format_to_send(std::size_t k) const {
+    const auto& format = formats[k];
+    return format.sends_differences() && !whole.is_base ? nullptr : format.gather.get();
+  }
+  /// Throws Error if operators can't write to the unsharded parameters. Call it before they do.
+  void check_writable() const;
   /// The number of elements of a piece of sub-buffer k as gathers send it: its own elements, or the bytes of its gather format.
   std::int64_t travelling_numel(std::size_t k) const;
 

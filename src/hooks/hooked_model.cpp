@@ -21,6 +21,7 @@ namespace fsdp::hooks {
 namespace {
 
 std::atomic<std::uint64_t> updates_of_optimizers{0};
+std::atomic<std::uint64_t> loads_of_models{0};
 
 /// Hands the accumulated gradient of a leaf to the engine, and keeps neither.
 struct DeliverToModel {
@@ -71,6 +72,11 @@ void HookedModel::dissolve() {
 
 void note_update() { ++updates_of_optimizers; }
 
+void note_load() {
+  ++loads_of_models;
+  note_update();
+}
+
 // [Current when forward begins] Signs of writes matter only for copies that the user keeps; other copies are freed in any case.
 void HookedModel::begin_forward() {
   RECORD_USER_SCOPE("FSDP::root_pre_forward");
@@ -106,17 +112,32 @@ void HookedModel::prepare_unshard(HookedUnit& unit) {
   if (updated || last_forward_ != LastForward::kGraph) engine_->refresh(unit.unit(), updated);
 }
 
-/// Returns true if there is a sign that this model's main parameters were written since the last call. All copies and graphs are then
-/// stale; the caller marks them.
-bool HookedModel::were_written() {
-  bool written = false;
-  for (const auto& unit : units_) written = unit->take_exchanged_memory() || written;
+void HookedModel::parameters_changed() {
+  if (!were_written()) engine_->main().send_values();
+  engine_->main().changed();
+}
+
+std::int64_t HookedModel::sum_of_versions() const {
   std::int64_t versions = 0;
   for (const auto& counter : watched_) versions += static_cast<std::int64_t>(counter.current_version());
-  written = std::exchange(versions_, versions) != versions || written;
+  return versions;
+}
+
+/// Returns true if there is a sign that this model's main parameters were written since the last call. All copies and graphs are then
+/// stale; the caller marks them. If anything else than an optimizer's step has written them, no differences are sent [Differences need a
+/// base].
+bool HookedModel::were_written() {
+  bool exchanged = false;
+  for (const auto& unit : units_) exchanged = unit->take_exchanged_memory() || exchanged;
   std::uint64_t steps = 0;
   for (const auto& unit : units_) steps += unit->steps;
-  return std::exchange(steps_, steps) != steps || written;
+  const bool stepped = std::exchange(steps_, steps) != steps;
+  const auto versions = sum_of_versions();
+  const auto before = std::exchange(versions_, versions);
+  const auto loads = loads_of_models.load();
+  const bool loaded = std::exchange(loads_, loads) != loads;
+  if (loaded || exchanged || versions != (stepped ? updated_versions_ : before)) engine_->main().send_values();
+  return stepped || exchanged || versions != before;
 }
 
 void HookedModel::begin_unit_forward(HookedUnit& unit) {

@@ -61,6 +61,10 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   /// Between forwards: recovers as begin_forward does, and takes over what was written to shards, or that they have other memory now.
   /// Returns true if there was any of it.
   bool take_writes();
+  /// Call it when an optimizer that has parameters of this model has stepped: what it has written until now is its update.
+  void note_own_update() { updated_versions_ = sum_of_versions(); }
+  /// The shards were written, whether there are signs of it or not.
+  void parameters_changed();
   /// Between forwards, before the user gathers the unit: as begin_forward, for this unit alone, unless backward may still need what is
   /// there.
   void prepare_unshard(HookedUnit& unit);
@@ -123,6 +127,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   };
 
   bool were_written();
+  std::int64_t sum_of_versions() const;
   void watch_leaf(HookedUnit& unit, const at::Tensor& leaf);
   void watch_backward();
   void end_backward();
@@ -132,9 +137,11 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
   std::vector<c10::VariableVersion> watched_;
   std::vector<WatchedLeaf> watched_leaves_;
   std::vector<UnitForward> unit_forwards_;  // under way, the outermost first
-  std::int64_t versions_ = -1;  // the sum of their versions when the last forward began; -1, which is no sum, before the first one
-  std::uint64_t updates_ = 0;   // the number of optimizer steps when the last forward began
-  std::uint64_t steps_ = 0;     // the number of steps of optimizers that have parameters of its units
+  std::int64_t versions_ = -1;          // the sum of their versions when the last forward began; -1, which is no sum, before the first one
+  std::int64_t updated_versions_ = -1;  // the sum when the last optimizer of this model had stepped
+  std::uint64_t loads_ = 0;             // the number of loads then
+  std::uint64_t updates_ = 0;           // the number of optimizer steps when the last forward began
+  std::uint64_t steps_ = 0;             // the number of steps of optimizers that have parameters of its units
   LastForward last_forward_ = LastForward::kDone;
   bool captured_ = false;  // a forward has been captured as a part of a graph
   std::function<void()> backward_ended_;
@@ -146,5 +153,7 @@ class HookedModel : public std::enable_shared_from_this<HookedModel> {
 /// counters do not always show this, because kernels for lists of tensors do not increment them. Any thread may call it. All ranks call it
 /// alike.
 void note_update();
+/// Does the same after a load, behind which gathers send parameters, and no differences.
+void note_load();
 
 }  // namespace fsdp::hooks

@@ -11,7 +11,6 @@
 #include "comm/mesh/ranks.h"
 #include "engine/buffer.h"
 #include "fsdp/error.h"
-#include "fsdp/gather_format.h"
 #include "hooks/hooked_model.h"
 #include "memory/accounting.h"
 #include "memory/device_memory.h"
@@ -84,7 +83,7 @@ engine::SubBufferFormat format_of(const ParameterSpec& given, const UnitSpec& sp
     format.main_gradient = parameter.grad_dtype.value_or(own);
     format.rounds_sums = spec.rounds_gradients;
   }
-  if (parameter.float8_block > 0) format.gather = std::make_shared<GatherFormat>(float8_blocks(parameter.float8_block));
+  format.gather = parameter.gather_format;
   format.extended = parameter.extended;
   // Otherwise the unit would have main parameters of its own for it, in the shards that the outer ranks cut, or in the unsharded
   // parameters.
@@ -153,6 +152,7 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
   for (const auto& part : layout.sub_buffers()) {
     formats.push_back(format_of(spec_.parameters[static_cast<std::size_t>(part.dtype)], spec_));
   }
+  engine::check_formats(spec_.name, formats, spec_.options.placements);
   engine::check_grad_comm(spec_.options.grad_comm_format, spec_.mesh, parameters, layout, formats);
   owned_ = std::make_unique<engine::Unit>(spec_.name, std::move(parameters), std::move(layout), std::move(formats), spec_.options,
                                           communicators_of(spec_), memory::empty_storage(spec_.mesh.device()));

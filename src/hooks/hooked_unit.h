@@ -11,6 +11,7 @@
 
 #include "engine/unit.h"
 #include "fsdp/device_mesh.h"
+#include "fsdp/gather_format.h"
 
 namespace fsdp::hooks {
 
@@ -29,9 +30,9 @@ struct ParameterSpec {
   /// The dtype of the gradient that its shard gets. If the unit has no reduce_dtype, the gradient is also sent in this dtype. Without a
   /// value, the unit's options determine both dtypes.
   std::optional<at::ScalarType> grad_dtype = {};
-  /// If not 0, it is gathered in float8, with a scale for each block of this many elements. This requires that it is cut along the first
-  /// dimension, and that each row is a whole number of blocks.
-  std::int64_t float8_block = 0;
+  /// The format in which it is gathered, or null. This requires that it is cut along the first dimension, and that each row is a whole
+  /// number of blocks.
+  std::shared_ptr<const GatherFormat> gather_format = {};
   bool extended = false;  ///< Whether the unit's extension gathers it. Only its gradients then lie in the unit's buffers.
 };
 

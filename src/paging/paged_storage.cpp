@@ -90,6 +90,7 @@ void asked_for_address(c10::StorageImpl* storage) {
   auto* paged = static_cast<PagedStorage*>(storage);
   if (paged->unit == nullptr || paged->unit->state() != engine::ParameterState::kPresent)
     return;  // it is the engine, which gathers the unit
+  paged->unit->check_writable();
   paged->engine->main().wrote(*paged->unit);
 }
 

@@ -170,6 +170,9 @@ void trap(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     const auto* storage = PagedStorage::of(values[0].toTensor());
     if (storage != nullptr && storage->unit != nullptr) arguments.place_in_parameter(*storage->unit, &*(stack->end() - values.size()));
   }
+  for (const auto& use : touched.uses) {
+    if (use.written) use.unit->check_writable();
+  }
   Running running;
   running.enter(touched);
   if (touched.deferred || c10::impl::tls_local_dispatch_key_set().included_.has(kTrapKey)) {

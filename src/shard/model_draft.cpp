@@ -117,8 +117,7 @@ std::string describe(const engine::SubBufferFormat& format, at::ScalarType own) 
     text = ", dtypes";
     for (const auto dtype : {format.compute, format.main, format.main_gradient, format.wire_gradient})
       text += std::string(" ") + c10::toString(dtype);
-    if (format.gather)
-      text += ", gathered in " + std::to_string(format.gather->block_bytes) + " bytes per " + std::to_string(format.gather->block);
+    if (format.gather) text += engine::describe(*format.gather);
   }
   return text;
 }
@@ -267,6 +266,7 @@ UnitDraft draft_unit(const UnitPlan& plan, bool encloses, const FullyShardOption
     formats.push_back(part.dtype < 0 ? kinds_of_large[static_cast<std::size_t>(-part.dtype - 1)]
                                      : kinds[static_cast<std::size_t>(part.dtype)]);
   }
+  engine::check_formats(shown(plan.name), formats, options.placements);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& part = layout.sub_buffers()[layout.positions()[i].sub_buffer];
     const auto& gather = formats[layout.positions()[i].sub_buffer].gather;

@@ -211,7 +211,10 @@ Loaded state::load_all(const std::string& path, torch::nn::Module& module, Optim
   }
   engine->main().set_torn(beginning(plan->replaced(), state::kModelPrefix));
   if (optimizer != nullptr) optimizer->state().torn.merge(beginning(plan->replaced(), state::kOptimizerPrefix));
-  plan->assign(ranks, [&] { engine->main().changed(); });
+  plan->assign(ranks, [&] {
+    engine->main().send_values();
+    engine->main().changed();
+  });
   engine->main().set_torn({});
   if (optimizer != nullptr) optimizer->state().torn.clear();
   if (grad_scaler) options.grad_scaler->load_state_dict(*grad_scaler);

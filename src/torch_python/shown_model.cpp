@@ -138,4 +138,13 @@ void note_step(const std::vector<std::shared_ptr<ShownUnit>>& units) {
   for (const auto& unit : units) ++unit->steps;
 }
 
+void note_update(const std::vector<std::shared_ptr<ShownUnit>>& units) {
+  hooks::note_update();
+  const hooks::HookedModel* noted = nullptr;  // Units of one model follow one another.
+  for (const auto& unit : units) {
+    const auto model = unit->model();
+    if (model != nullptr && std::exchange(noted, model.get()) != model.get()) model->note_own_update();
+  }
+}
+
 }  // namespace fsdp::torch_python

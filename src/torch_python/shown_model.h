@@ -42,5 +42,7 @@ class ShownModel final : public hooks::HookedModel {
 
 /// An optimizer that has parameters of these units is about to step. Needs no GIL.
 void note_step(const std::vector<std::shared_ptr<ShownUnit>>& units);
+/// It has stepped: see hooks::note_update.
+void note_update(const std::vector<std::shared_ptr<ShownUnit>>& units);
 
 }  // namespace fsdp::torch_python

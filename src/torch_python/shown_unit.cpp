@@ -65,7 +65,8 @@ std::uint32_t ShownUnit::version_of(std::size_t i) const {
 void ShownUnit::warn_of_lost_writes() const {
   const auto& unit = this->unit();
   const auto model = this->model();
-  if (shown_ != Shown::kWhole || unit.state() != engine::ParameterState::kPresent || !model || model->warned_of_lost_writes) return;
+  if (shown_ != Shown::kWhole || unit.state() != engine::ParameterState::kPresent || !model) return;
+  if (model->warned_of_lost_writes && !unit.sends_differences()) return;
   std::string names;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto k = unit.layout.positions()[i].sub_buffer;
@@ -74,7 +75,11 @@ void ShownUnit::warn_of_lost_writes() const {
     names += (names.empty() ? "'" : ", '") + unit.parameters[i].name + "'";
   }
   if (names.empty()) return;
-  model->warned_of_lost_writes = true;
+  if (unit.sends_differences()) {  // A difference would not undo them on the ranks that do not own it.
+    const py::gil_scoped_release no_gil;
+    model->engine()->main().exclusively([&] { model->engine()->units()[unit.place.index]->whole.is_base = false; });
+  }
+  if (std::exchange(model->warned_of_lost_writes, true)) return;
   const auto text =
       "writes to [" + names +
       "] are lost at the next reshard: modules had the unsharded parameters when the program wrote, and these are gathered "

@@ -55,7 +55,7 @@ def refuse_extended(parameters: Iterable[ShardedParameter], options: ShardingOpt
             any(p.computes_in is not None and p.quantized is None for p in extended),
             "with a main_params_dtype other than theirs",
         ),
-        (any(p.float8_block for p in extended), "together with a gather_format"),
+        (any(p.gather_format is not None for p in extended), "together with a gather_format"),
         (
             any(p.shard_dim != 0 for p in extended),
             "for parameters that are cut along another dimension than the first",

@@ -77,7 +77,7 @@ class ShardedParameter:
         sharded: the parameter that the modules have between steps.
         owner: the parameter of another unit to which it was tied, so that `sharded` is that one's.
         keeps_dtype: whether modules compute with it in its own dtype, whatever the policy is.
-        float8_block: if not 0, it is gathered in eight bits, with a scale for each block of this many elements.
+        gather_format: the format in which it is gathered; None: the dtype of the computation.
         computes_in: the dtype that it had in the module, if its shards have another one (main_params_dtype).
         grad_dtype: the dtype of its gradient, if that is not its own.
         post_forward: the parameter that modules have between forward and backward, if there is a post-forward mesh.
@@ -101,7 +101,7 @@ class ShardedParameter:
     whole_spec: DTensorSpec | None = None
     identity: int = -1
     keeps_dtype: bool = False
-    float8_block: int = 0
+    gather_format: _C.GatherFormat | None = field(default=None, repr=False)
     computes_in: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     extended: bool = False

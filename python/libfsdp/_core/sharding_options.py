@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -39,6 +39,38 @@ class Float8Blocks:
     """
 
     block: int = 32
+
+    def engine_format(self) -> _C.GatherFormat:
+        """Returns the format as the engine has it."""
+        return _C.float8_blocks(self.block)
+
+
+@dataclass(frozen=True)
+class Int4Differences:
+    """All-gathers send, in four bits per element, how parameters differ from those of the last gather. (SDP4Bit.)
+
+    A block of 128 takes 66 bytes instead of bfloat16's 256. The shards keep their dtype and their values. Rounding errors do not
+    add up, because each difference is taken to what all ranks really have. Parameters have to stay unsharded for it: placements
+    "optim_grads" or "optim".
+
+    The first gather sends the parameters themselves, and so does the first one after shards were written by anything else than
+    an optimizer's step, such as a load.
+
+    Attributes:
+        block: the number of elements that share a scale; a multiple of 16.
+        hadamard: whether each block is sent as its Hadamard transform, which spreads outliers over the block. The block is then
+            a power of two from 16 to 256.
+    """
+
+    block: int = 128
+    hadamard: bool = False
+
+    def engine_format(self) -> _C.GatherFormat:
+        """Returns the format as the engine has it."""
+        return _C.int4_differences(self.block, self.hadamard)
+
+
+GatherFormat: TypeAlias = Float8Blocks | Int4Differences
 
 
 @dataclass(frozen=True)
@@ -97,7 +129,7 @@ class ShardingOptions:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     placements: str = "optim_grads_params"
     outer_placements: str = "no_shard"
-    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None
+    gather_format: Callable[[nn.Parameter], GatherFormat | None] | None = None
     grad_comm_format: GradCommFormat | None = None
     keep_gathered_bytes: int = 0
     memory_budget: MemoryBudget | None = None
@@ -243,12 +275,13 @@ def divides_by_all(ranks: ShardingMesh, parameter: nn.Parameter, shard_dim: int)
     return shard_dim == 0 and ranks.replicates and local_of(parameter).size(0) % ranks_of_both == 0
 
 
-def float8_block_of(
+def gather_format_of(
     options: ShardingOptions, parameter: nn.Parameter, name: str, shard_dim: int, ranks: ShardingMesh
-) -> int:
-    """Returns the number of elements of a block in which the parameter is gathered; 0 if it is gathered in its dtype.
+) -> _C.GatherFormat | None:
+    """Returns the format in which the parameter is gathered; None if it is gathered in its dtype.
 
     Raises:
+        Error: for a block that can't be transformed.
         ValueError: if its rows are not complete blocks, or, if the outer ranks shard as well, do not divide by all
             ranks.
     """
@@ -261,7 +294,7 @@ def float8_block_of(
         )
     form = options.gather_format(parameter) if options.gather_format is not None else None
     if form is None:
-        return 0
+        return None
     row = local.numel() // max(local.size(0), 1)
     if (
         form.block <= 0
@@ -274,4 +307,4 @@ def float8_block_of(
             f"gather_format: parameter '{name}' {tuple(local.shape)} must be of a floating-point dtype, cut along its first "
             f"dimension, with rows of whole blocks of {form.block} elements (a multiple of 16)"
         )
-    return form.block
+    return form.engine_format()

@@ -17,7 +17,7 @@ from libfsdp._core.packed_weights import looked_up
 from libfsdp._core.precision import keeps_dtype
 from libfsdp._core.quantized_form import QUANTIZED
 from libfsdp._core.sharded_parameter import ShardedParameter, identity_of, local_of, sharded_spec
-from libfsdp._core.sharding_options import float8_block_of
+from libfsdp._core.sharding_options import gather_format_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def planned_parameter(
         sharded=parameter,  # until there are shards
         computes_in=parameter.dtype if parameter.dtype != main_dtype else None,
         keeps_dtype=keeps_dtype(options.mp_policy, parameter),
-        float8_block=float8_block_of(options, parameter, name, shard_dim, mesh),
+        gather_format=gather_format_of(options, parameter, name, shard_dim, mesh),
         grad_dtype=options.grad_dtype_of(parameter),
     )
 
@@ -111,7 +111,7 @@ def make_unit(
             # It is set if it was asked for, even if it is the dtype of the shards, because gradients are then sent in
             # it.
             grad_dtype=p.grad_dtype or (p.dtype if p.trainable and options.sends_gradients_in_own_dtype else None),
-            float8_block=p.float8_block,
+            gather_format=p.gather_format,
             extended=p.extended,
         )
         for p in parameters

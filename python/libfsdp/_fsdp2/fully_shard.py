@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from libfsdp._core.memory_budget import MemoryBudget
     from libfsdp._core.placement import ShardPlacementResult
-    from libfsdp._core.sharding_options import Float8Blocks, GradCommFormat
+    from libfsdp._core.sharding_options import GatherFormat, GradCommFormat
 
 
 def fully_shard(
@@ -41,7 +41,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     placements: str = "optim_grads_params",
     outer_placements: str = "no_shard",
-    gather_format: Callable[[nn.Parameter], Float8Blocks | None] | None = None,
+    gather_format: Callable[[nn.Parameter], GatherFormat | None] | None = None,
     grad_comm_format: GradCommFormat | None = None,
     keep_gathered_bytes: int | float | str = 0,
     memory_budget: MemoryBudget | int | float | str | None = None,
@@ -79,8 +79,8 @@ def fully_shard(
             shards, and with them gradients and optimizer state, over it (HFSDP); only gathers of parameters stay within
             the second dimension. "optim_if_even" does the same, and replicates parameters whose rows do not divide by
             all ranks.
-        gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, or None for the dtype of the
-            computation.
+        gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, :class:`Int4Differences`, or None
+            for the dtype of the computation.
         grad_comm_format: the format in which messages send gradients, in 8 or 4 bits: :class:`GradCommFormat`, or None for
             the policy's dtype. On CPUs only.
         keep_gathered_bytes: the number of bytes of unsharded parameters that stay gathered from forward into backward, in

@@ -103,7 +103,7 @@ def _note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     An optimizer without sharded parameters is ignored, because it may exist on one rank only.
     """
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        _C.note_update()
+        _C.note_update([state.unit for state in _alive(_owners(optimizer).stepped) if state.unit is not None])
 
 
 register_optimizer_step_pre_hook(_note_step)

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,8 +33,7 @@ using fsdp::testing::stack_input;
 using fsdp::testing::stack_units;
 using fsdp::testing::sum_in_pairs;
 
-constexpr int kSteps = 2;
-constexpr std::int64_t kFloat8Block = 32;
+constexpr std::int64_t kFormatBlock = 32;
 
 struct Strategy {
   std::string name;
@@ -76,6 +76,16 @@ struct Precision {
   at::ScalarType wire = at::kFloat;
   bool float8_gather = false;
   bool policy = true;
+  bool int4_gather = false;
+  bool hadamard = false;  ///< With int4_gather.
+
+  bool in_format() const { return float8_gather || int4_gather; }
+  /// Errors of differences could add up.
+  int steps() const { return int4_gather ? 4 : 2; }
+  std::shared_ptr<const fsdp::GatherFormat> format() const {
+    return std::make_shared<const fsdp::GatherFormat>(float8_gather ? fsdp::float8_blocks(kFormatBlock)
+                                                                    : fsdp::int4_differences({kFormatBlock, hadamard}));
+  }
 };
 
 struct Accumulation {
@@ -114,13 +124,19 @@ Outcome train_reference(const Precision& precision, const Accumulation& accumula
     exp_avgs.push_back(torch::zeros_like(parameter));
     exp_avg_sqs.push_back(torch::zeros_like(parameter));
   }
+  std::vector<fsdp::testing::Int4Receiver> received;
+  for (const auto& parameter : main) received.emplace_back(parameter, precision.compute, kFormatBlock, precision.hadamard);
   Outcome outcome;
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < precision.steps(); ++step) {
     {
       const torch::NoGradGuard no_grad;
       const auto parameters = model->parameters();
-      for (std::size_t i = 0; i < main.size(); ++i)
-        parameters[i].copy_(precision.float8_gather ? fsdp::testing::through_float8(main[i], kFloat8Block) : main[i]);
+      for (std::size_t i = 0; i < main.size(); ++i) {
+        if (precision.int4_gather && step > 0) received[i].receive(main[i]);
+        parameters[i].copy_(precision.int4_gather     ? received[i].values()
+                            : precision.float8_gather ? fsdp::testing::through_float8(main[i], kFormatBlock)
+                                                      : main[i]);
+      }
     }
     std::vector<at::Tensor> reduced(main.size());
     std::vector<std::vector<at::Tensor>> local(static_cast<std::size_t>(ranks));
@@ -174,6 +190,7 @@ Outcome train_reference(const Precision& precision, const Accumulation& accumula
 std::vector<std::int64_t> pieces_of(const Precision& precision, int ranks) {
   std::int64_t alignment = 16;
   if (precision.compute == at::kBFloat16 || precision.wire == at::kBFloat16) alignment = 32;
+  if (precision.in_format()) alignment = kFormatBlock;
   const auto up = [&](std::int64_t n) { return (n + alignment - 1) / alignment * alignment; };
   std::map<std::string, std::int64_t> ends;  // The root's name sorts first, then blocks by number.
   for (const auto& item : make_stack()->named_parameters()) {
@@ -201,14 +218,15 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
   const auto itemsize = [](at::ScalarType dtype) { return static_cast<std::int64_t>(c10::elementSize(dtype)); };
   const std::int64_t outer = outer_size(strategy, ranks);
   const std::int64_t inner = ranks / outer;
+  const int steps = precision.steps();
   const auto travelling = [&](std::int64_t elements) {
-    return precision.float8_gather ? elements / kFloat8Block * (kFloat8Block + 1) : elements * itemsize(precision.compute);
+    return precision.float8_gather ? elements / kFormatBlock * (kFormatBlock + 1) : elements * itemsize(precision.compute);
   };
   const bool sharded_parameters = strategy.placements == Placements::optim_grads_params();
   const bool sharded_optimizer = strategy.placements != Placements::no_shard();
   const bool sharded_gradients = sharded_parameters || strategy.placements == Placements::optim_grads();
   const bool hfsdp = strategy.outer == Placements::optim() && outer > 1;
-  const bool separate = precision.compute != at::kFloat || precision.float8_gather || on_host;
+  const bool separate = precision.compute != at::kFloat || precision.in_format() || on_host;
   const bool alone = inner == 1 && !hfsdp && !separate;  // The main parameters are the whole ones.
   const std::int64_t reductions = accumulation.sync ? accumulation.backwards : 1;
   // [Sent as computed] What has not been added up travels over the inner ranks as autograd made it.
@@ -221,13 +239,16 @@ Bytes expected_bytes(const Row& row, const Precision& precision, const Accumulat
     const auto full = piece * ranks;
     // Parameters: the root stays present, and the last block from forward to backward.
     const std::int64_t per_backward = u == 0 || u + 1 == units.size() ? 1 : 2;
-    const std::int64_t gathers = sharded_parameters  ? kSteps * accumulation.backwards * per_backward
-                                 : sharded_optimizer ? (separate ? kSteps : kSteps - 1)
+    const std::int64_t gathers = sharded_parameters  ? steps * accumulation.backwards * per_backward
+                                 : sharded_optimizer ? (separate ? steps : steps - 1)
                                                      : 0;
     bytes.all_gather += gathers * (inner - 1) * travelling(shard);
-    if (hfsdp) bytes.all_gather += kSteps * (outer - 1) * travelling(piece);  // At first, and after each update.
+    // All but the first are differences: half a byte each, and a scale in bf16.
+    if (precision.int4_gather)
+      bytes.all_gather += (gathers - 1) * (inner - 1) * (shard / kFormatBlock * (kFormatBlock / 2 + 2) - travelling(shard));
+    if (hfsdp) bytes.all_gather += steps * (outer - 1) * travelling(piece);  // At first, and after each update.
     // Gradients.
-    const std::int64_t reduced = kSteps * reductions;
+    const std::int64_t reduced = steps * reductions;
     bytes.reduce_scatter += reduced * ((inner - 1) * shard * itemsize(inner_wire) + (outer - 1) * piece * itemsize(precision.wire));
     if (outer > 1 && !hfsdp) bytes.all_gather += reduced * (outer - 1) * piece * 4;
     if (!sharded_optimizer) bytes.all_gather += reduced * (inner - 1) * shard * 4;
@@ -267,6 +288,8 @@ void expect_unsharded_training(const Precision& precision, int ranks,
           std::map<std::string, std::int64_t> peaks;
           for (const auto& row : rows()) {
             const auto& strategy = row.strategy;
+            const bool parameters_stay = strategy.placements == Placements::optim() || strategy.placements == Placements::optim_grads();
+            if (precision.int4_gather && !parameters_stay) continue;
             SCOPED_TRACE(strategy.name + ", " + precision.name + ", " + accumulation.name + (row.checkpoint ? ", checkpointed" : "") +
                          ", offload " + std::to_string(static_cast<int>(row.offload)));
             auto model = make_stack({.checkpoint = row.checkpoint});
@@ -277,8 +300,8 @@ void expect_unsharded_training(const Precision& precision, int ranks,
                                             .offload = row.offload};
             if (precision.policy)
               options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = precision.compute, .grad_comm_dtype = precision.wire};
-            if (precision.float8_gather) {
-              const auto format = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(kFloat8Block));
+            if (precision.in_format()) {
+              const auto format = precision.format();
               options.gather_format = [format](const std::string&, const at::Tensor&) { return format; };
             }
             auto sharded = fsdp::fully_shard(*model, options);
@@ -286,14 +309,14 @@ void expect_unsharded_training(const Precision& precision, int ranks,
             sharded.reset_wire_stats();
             std::vector<float> losses;
             std::vector<std::pair<std::string, at::Tensor>> gradients;
-            for (int step = 0; step < kSteps; ++step) {
+            for (int step = 0; step < precision.steps(); ++step) {
               for (int backward = 0; backward < accumulation.backwards; ++backward) {
                 sharded.set_requires_gradient_sync(accumulation.sync || backward + 1 == accumulation.backwards);
                 const auto loss = loss_of(model, precision.compute, step, backward, rank);
                 loss.backward();
                 losses.push_back(loss.item<float>());
               }
-              if (step + 1 == kSteps) {
+              if (step + 1 == precision.steps()) {
                 const auto expected = expected_bytes(row, precision, accumulation, ranks);
                 const auto stats = sharded.memory_stats();
                 const auto wire = sharded.wire_stats();
@@ -362,13 +385,16 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(Precision{.name = "Fp32", .policy = false}, Precision{.name = "Bf16", .compute = at::kBFloat16},
                                          Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16},
                                          Precision{.name = "Fp32ComputeBf16Wire", .wire = at::kBFloat16},
-                                         Precision{.name = "Float8Gather", .compute = at::kBFloat16, .float8_gather = true}),
+                                         Precision{.name = "Float8Gather", .compute = at::kBFloat16, .float8_gather = true},
+                                         Precision{.name = "Int4Gather", .compute = at::kBFloat16, .int4_gather = true},
+                                         Precision{.name = "Int4GatherTransformed", .int4_gather = true, .hadamard = true}),
                        ::testing::ValuesIn(kRanks)),
     [](const auto& info) { return std::get<0>(info.param).name + "On" + std::to_string(std::get<1>(info.param)); });
 
 INSTANTIATE_TEST_SUITE_P(Precisions, UnkindMatrix,
                          ::testing::Values(Precision{.name = "Fp32", .policy = false}, Precision{.name = "Bf16", .compute = at::kBFloat16},
-                                           Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16}),
+                                           Precision{.name = "Bf16Wire", .compute = at::kBFloat16, .wire = at::kBFloat16},
+                                           Precision{.name = "Int4Gather", .compute = at::kBFloat16, .int4_gather = true}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace matrix_test

@@ -148,6 +148,20 @@ std::vector<Case> all_cases() {
       {", not resharded", [](auto& options) { options.reshard_after_forward = false; }},
       {", not read ahead", [](auto& options) { options.prefetch_depth = 0; }},
       {", three read ahead", [](auto& options) { options.prefetch_depth = 3; }}};
+  std::vector<Case> replicated;
+  for (const auto& one : strategies()) {
+    const auto& placements = one.options.placements;
+    if (placements == Placements::optim() || placements == Placements::optim_grads()) replicated.push_back(one);
+  }
+  const auto differences = std::make_shared<const fsdp::GatherFormat>(fsdp::int4_differences({.block = 32}));
+  const std::vector<std::pair<std::string, Change>> formats = {{", differences", [differences](auto& options) {
+                                                                  options.gather_format = [differences](const std::string&,
+                                                                                                        const at::Tensor& parameter) {
+                                                                    return parameter.dim() > 1 ? differences : nullptr;
+                                                                  };
+                                                                }}};
+  const auto gathered = each_with(each_with(replicated, formats), dtypes);
+  cases.insert(cases.end(), gathered.begin(), gathered.end());
   const auto kept = each_with(each_with(sharded, keeps), dtypes);
   cases.insert(cases.end(), kept.begin(), kept.end());
   return cases;

@@ -122,6 +122,12 @@ TEST(Agreement, OnGranularityAndGatherFormat) {
          .units = each_linear(),
          .gather_format = [&](const std::string& name, const at::Tensor&) { return name == "first.weight" ? format : nullptr; }},
         {"unit 'first': parameter 'first.weight'", "gathered in 33 bytes per 32", "gathered in 65 bytes per 64"});
+    const auto differences = std::make_shared<const GatherFormat>(int4_differences({.block = 32, .hadamard = rank == 1}));
+    expect_difference({.mesh = line(),
+                       .units = each_linear(),
+                       .placements = Placements::optim_grads(),
+                       .gather_format = [&](const std::string&, const at::Tensor&) { return differences; }},
+                      {"unit 'first': parameter 'first.weight'", "18 bytes per 32 (int4 differences)", "(int4 differences, transformed)"});
     expect_difference({.mesh = line(),
                        .units = each_linear(),
                        .gather_format = [&](const std::string& name,

@@ -50,6 +50,12 @@ inline std::vector<Sharding> shardings(const UnitPredicate& units, const std::st
     gathered.options.outer_placements = outer;
     gathered.options.gather_format = [eight_bits](const std::string&, const at::Tensor&) { return eight_bits; };
   }
+  const auto differences = std::make_shared<const GatherFormat>(int4_differences({.block = 32}));
+  for (const auto* strategy : {"optim", "optim_grads"}) {
+    auto& gathered = add(std::string("HSDP of ") + strategy + ", differences", rows, Placements::from_name(strategy));
+    gathered.options.gather_format = [differences](const std::string&, const at::Tensor&) { return differences; };
+    as_bf16(gathered);
+  }
   for (const auto* strategy : {"no_shard", "optim", "optim_grads_params"}) {
     auto& offloaded = add(std::string("offloaded ") + strategy, rows, Placements::from_name(strategy));
     offloaded.options.offload = Offload::kAll;

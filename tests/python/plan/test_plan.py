@@ -104,6 +104,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optim": {"placements": "optim"},
     "no_shard": {"placements": "no_shard"},
     "bf16 no_shard": {"placements": "no_shard", "mp_policy": libfsdp.MixedPrecisionPolicy(param_dtype=BF16)},
+    "differences": {
+        "placements": "optim_grads",
+        "gather_format": lambda p: libfsdp.Int4Differences(16) if p.ndim == 2 and p.size(1) % 16 == 0 else None,
+    },
     "main dtypes": {"main_params_dtype": torch.float64, "main_grads_dtype": torch.float64},
 }
 

@@ -38,6 +38,11 @@ def every_strategy() -> Iterator[tuple[Any, torch.optim.Optimizer, dict[str, Any
         {"mesh": plane, "outer_placements": "optim_if_even"},
         {"mesh": line, "main_params_dtype": torch.float64, "mp_policy": bf16},
         {"mesh": line, "gather_format": lambda p: libfsdp.Float8Blocks(16) if p.ndim == 2 else None},
+        {
+            "mesh": plane,
+            "placements": "optim_grads",
+            "gather_format": lambda p: libfsdp.Int4Differences(16) if p.ndim == 2 else None,
+        },
         {"mesh": line, "offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": "optim"},
         {"mesh": line, "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.size(1) % size == 0 else None},
         {"mesh": line, "ignored_params": True},
