@@ -70,7 +70,9 @@ void widen_by_operators(const at::Tensor& encoded, const at::Tensor& whole, std:
   whole.unflatten(1, {whole.size(1) / block, block}).copy_(piece.elements.to(at::kFloat) * piece.scales());
 }
 
+// In a plan, tensors have no values, and some operators no kernel without Python.
 void narrow(const at::Tensor& main, const at::Tensor& encoded, std::int64_t block) {
+  if (main.is_meta()) return;
   if (!main.is_cpu()) {
     if (!launch(device_encoders(), main, encoded, block)) narrow_by_operators(main, encoded, block);
     return;
@@ -85,6 +87,7 @@ void narrow(const at::Tensor& main, const at::Tensor& encoded, std::int64_t bloc
 }
 
 void widen(const at::Tensor& encoded, const at::Tensor& whole, std::int64_t block) {
+  if (whole.is_meta()) return;
   if (!whole.is_cpu()) {
     if (!launch(device_decoders(), whole, encoded, block)) widen_by_operators(encoded, whole, block);
     return;
@@ -159,12 +162,14 @@ void add_int4_by_operators(const at::Tensor& encoded, const at::Tensor& whole, c
 }
 
 void encode_int4(const at::Tensor& difference, const at::Tensor& encoded, const Int4Differences& options) {
+  if (difference.is_meta()) return;
   if (!difference.is_cpu()) return encode_int4_by_operators(difference, encoded, options);
   const auto pieces = pieces_of(difference, encoded, options);
   for_each_block(pieces, [&](std::int64_t number) { encode_int4_block(pieces, number); });
 }
 
 void add_int4(const at::Tensor& encoded, const at::Tensor& whole, const Int4Differences& options) {
+  if (whole.is_meta()) return;
   const auto pieces = pieces_of(whole, encoded, options);
   const bool is_real = whole.is_cpu() && with_real_type(whole.scalar_type(), [&](auto type) {
                          for_each_block(pieces, [&](std::int64_t number) { add_int4_block<decltype(type)>(pieces, number); });
