@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <string>
 
 #include "base/block_format.h"
@@ -139,13 +138,14 @@ void encode_int4_by_operators(const at::Tensor& difference, const at::Tensor& en
   auto blocks = difference.unflatten(1, {numel / options.block, options.block});
   if (options.hadamard) blocks = hadamard_by_operators(blocks);
   const auto largest = blocks.abs().amax(-1);
-  const auto bits = (largest * (1 / kLargestInt4)).view(at::kInt).add(0xffff).bitwise_right_shift(16).bitwise_left_shift(16);
-  const auto scales = bits.view(at::kFloat).masked_fill(largest.isfinite().logical_not(), std::numeric_limits<float>::quiet_NaN());
+  const auto rounded_up = (largest * (1 / kLargestInt4)).view(at::kInt).add(0xffff).bitwise_right_shift(16);
+  const auto bits = rounded_up.masked_fill(largest.isfinite().logical_not(), kInt4NanScale);
+  const auto scales = bits.bitwise_left_shift(16).view(at::kFloat);
   const auto scaled = (blocks / scales.unsqueeze(-1)).masked_fill(scales.gt(0).logical_not().unsqueeze(-1), 0);
   const auto codes = scaled.round().to(at::kInt).bitwise_and(0xf);
   const auto bytes = codes.narrow(-1, 0, half).bitwise_or(codes.narrow(-1, half, half).bitwise_left_shift(4));
   encoded.slice(1, 0, numel / 2).copy_(bytes.flatten(1));
-  encoded.slice(1, numel / 2).view(at::kBFloat16).copy_(scales);
+  encoded.slice(1, numel / 2).view(at::kShort).copy_(bits);
 }
 
 void add_int4_by_operators(const at::Tensor& encoded, const at::Tensor& whole, const Int4Differences& options) {

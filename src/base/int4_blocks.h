@@ -14,6 +14,8 @@ namespace fsdp {
 
 /// The largest integer of a block; the scale is such that the largest magnitude becomes it.
 inline constexpr float kLargestInt4 = 7;
+/// The bits of a scale that is NaN.
+inline constexpr std::int32_t kInt4NanScale = 0x7fc0;
 /// The longest block that can be transformed: sums of so many integers, times a scale, are exact in fp32.
 inline constexpr std::int64_t kLongestTransform = 256;
 
@@ -46,7 +48,7 @@ struct Int4Pieces {
 
 /// The bits of a block's scale: the largest magnitude / 7, rounded up to bfloat16. NaN if a value of the block is not finite.
 FSDP_ELEMENT std::uint16_t int4_scale_for(float largest) {
-  if (bits_of(largest) >= 0x7f800000u) return 0x7fc0u;
+  if (bits_of(largest) >= 0x7f800000u) return std::uint16_t{kInt4NanScale};
   return static_cast<std::uint16_t>((bits_of(largest * (1 / kLargestInt4)) + 0xffffu) >> 16);
 }
 FSDP_ELEMENT float int4_scale_value(std::uint16_t bits) { return float_of(static_cast<std::uint32_t>(bits) << 16); }
