@@ -264,14 +264,16 @@ fsdp::DeviceMesh mesh_of(const Options& options) {
   return fsdp::init_device_mesh("cpu", {{"dp_shard", -1}}, {.shared_memory = !options.contender.ends_with("_messages")});
 }
 
-/// A contender whose name says so gathers matrices in eight bits, and sends gradients in 8 or 4.
+/// `libfsdp_8bit` gathers matrices and sends gradients in 8 bits. `libfsdp_4bit` has 4 for both: differences of replicated parameters.
 fsdp::FullyShardOptions sharding_of(const Options& options, const fsdp::DeviceMesh& mesh) {
   fsdp::FullyShardOptions sharding{
       .mesh = mesh, .units = fsdp::each<GPTBlockImpl>(), .reshard_after_forward = options.contender != "libfsdp_no_reshard"};
   if (!options.contender.ends_with("bit")) return sharding;
-  const auto eight_bits = std::make_shared<const fsdp::GatherFormat>(fsdp::float8_blocks(128));
-  sharding.gather_format = [=](const std::string&, const at::Tensor& parameter) { return parameter.dim() > 1 ? eight_bits : nullptr; };
-  sharding.grad_comm_format = fsdp::GradCommFormat{.bits = options.contender.ends_with("8bit") ? 8 : 4};
+  const bool eight = options.contender.ends_with("8bit");
+  if (!eight) sharding.placements = fsdp::Placements::optim_grads();
+  const auto rounded = std::make_shared<const fsdp::GatherFormat>(eight ? fsdp::float8_blocks(128) : fsdp::int4_differences());
+  sharding.gather_format = [=](const std::string&, const at::Tensor& parameter) { return parameter.dim() > 1 ? rounded : nullptr; };
+  sharding.grad_comm_format = fsdp::GradCommFormat{.bits = eight ? 8 : 4};
   return sharding;
 }
 

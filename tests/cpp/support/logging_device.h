@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+#include <cstddef>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,13 +11,18 @@
 // A device that exists in tests alone: it shows which stream waits for which.
 namespace fsdp::testing {
 
-/// Streams with numbers, and events that write down what happens to them. One at a time, in one thread.
+/// Streams with numbers, and events that write down what happens to them. One at a time, in one thread. The process has the device only as
+/// long as this exists: a backward starts a thread for each device, and a process with threads can't fork ranks.
 class LoggingDevice {
  public:
   LoggingDevice() {
-    static const c10::impl::DeviceGuardImplRegistrar registrar(Guard::static_type, new Guard(Guard::static_type));
+    static const Guard guard(Guard::static_type);
+    registered().store(&guard);
     state() = {};
   }
+  ~LoggingDevice() { registered().store(nullptr); }
+  LoggingDevice(const LoggingDevice&) = delete;
+  LoggingDevice& operator=(const LoggingDevice&) = delete;
 
   static c10::Device device() { return {Guard::static_type, 0}; }
   static void set_current_stream(c10::StreamId stream) { state().current = stream; }
@@ -32,6 +39,9 @@ class LoggingDevice {
   static State& state() {
     static State state;
     return state;
+  }
+  static std::atomic<const c10::impl::DeviceGuardImplInterface*>& registered() {
+    return c10::impl::device_guard_impl_registry.at(static_cast<std::size_t>(Guard::static_type));
   }
 
   class Guard final : public c10::impl::DeviceGuardImplInterface {

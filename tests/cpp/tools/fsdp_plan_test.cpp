@@ -104,23 +104,23 @@ double number_after(const std::string& output, const std::string& text) {
 }
 
 TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
-  const auto kept = run("small.json --ranks 64 --memory 2600MiB --keep");
+  const auto kept = run("small.json --ranks 64 --memory 2400MiB --keep");
   EXPECT_EQ(kept.exit_code, 1) << kept.errors;
   const auto place = kept.output.find("GiB without --keep (units are gathered once more, for backward), with --split-root (");
   EXPECT_NE(place, std::string::npos) << kept.output;
-  EXPECT_EQ(run("small.json --ranks 64 --memory 2600MiB --split-root").exit_code, 0);  // It is right,
-  EXPECT_EQ(run("small.json --ranks 64 --memory 2600MiB").exit_code, 1);               // and both are needed.
-  EXPECT_EQ(run("small.json --ranks 64 --memory 2600MiB --split-root --keep").exit_code, 1);
+  EXPECT_EQ(run("small.json --ranks 64 --memory 2400MiB --split-root").exit_code, 0);  // It is right,
+  EXPECT_EQ(run("small.json --ranks 64 --memory 2400MiB").exit_code, 1);               // and both are needed.
+  EXPECT_EQ(run("small.json --ranks 64 --memory 2400MiB --split-root --keep").exit_code, 1);
   const auto never = run("small.json --ranks 1 --memory 1GiB");
   EXPECT_EQ(never.output.find("It fits in"), std::string::npos) << never.output;
   // All is tried, one after the other, and nothing that can't be.
   for (const char* options : {"", " --placements optim", " --hfsdp"}) {
-    const auto replicas = run("small.json --ranks 64 --replicas 4 --memory 3GiB" + std::string(options));
+    const auto replicas = run("small.json --ranks 64 --replicas 4 --memory 2800MiB" + std::string(options));
     EXPECT_EQ(replicas.exit_code, 1) << options << replicas.errors;
     EXPECT_NE(replicas.output.find("It fits in"), std::string::npos) << replicas.output;
     EXPECT_EQ(replicas.output.find("with --replicas 1"), std::string::npos) << replicas.output;  // It is not needed,
   }
-  const auto less = run("small.json --ranks 64 --replicas 4 --memory 2300MiB --placements optim");
+  const auto less = run("small.json --ranks 64 --replicas 4 --memory 1900MiB --placements optim");
   EXPECT_NE(less.output.find("with --replicas 1"), std::string::npos) << less.output;  // and here it is, in the place of --hfsdp.
   EXPECT_EQ(less.output.find("with --hfsdp"), std::string::npos) << less.output;
   const auto alone = run("small.json --ranks 64 --hfsdp");
@@ -131,7 +131,7 @@ TEST_F(FsdpPlan, RecommendsWhatMakesItFit) {
 TEST_F(FsdpPlan, FindsTheSmallestWorldWithinAHostAndOfHosts) {
   const auto within = run("small.json --ranks 4 --memory 80GB");
   EXPECT_NE(within.output.find("The smallest world that fits has 1 rank.\n"), std::string::npos) << within.output;
-  const auto hosts = run("small.json --ranks 64 --memory 5GiB");
+  const auto hosts = run("small.json --ranks 64 --memory 4GiB");
   EXPECT_NE(hosts.output.find(" ranks, 8 on each host.\n"), std::string::npos) << hosts.output;
 }
 
