@@ -37,6 +37,7 @@ struct GatherFormat {
 /// of 16.
 GatherFormat float8_blocks(std::int64_t block = 32);
 
+/// The options of int4_differences.
 struct Int4Differences {
   std::int64_t block = 128;  ///< Elements that share a scale: a positive multiple of 16; with `hadamard`, a power of two from 16 to 256.
   bool hadamard = false;     ///< Whether each block is sent as its Hadamard transform, which spreads outliers over the block.

@@ -17,7 +17,7 @@ struct GradCommFormat {
   /// Whether values are rounded up or down at random, so that the expected value is exact. The same on every run: the numbers depend on
   /// `seed`, the unit, how many reductions it has had, the sending and the receiving rank, and the element.
   bool stochastic_rounding = false;
-  std::uint64_t seed = 0;
+  std::uint64_t seed = 0;  ///< Of stochastic rounding. The same on all ranks.
   /// Whether each rank keeps, in fp32, what rounding lost of the gradients that it has sent, and adds it to the next ones. It takes 4 bytes
   /// for each element that is sent. Checkpoints do not contain it.
   bool error_feedback = false;
