@@ -1,6 +1,6 @@
 """Measures the time from a SIGKILL of a rank to the next step of a Python program under torchrun.
 
-    PYTHONPATH=build/python python bench/restart.py [--kills 20] [--ranks 2]
+    python bench/restart.py [--kills 20] [--ranks 2]
 
 torchrun runs examples/train_gpt.py, which saves each step in memory. A rank is killed again and again; torchrun starts all
 ranks anew, which import torch, connect, load from memory and train. The time ends when the step after the newest one that
@@ -56,7 +56,8 @@ def measure(kills: int, ranks: int, folder: Path, memory: Path) -> list[float]:
     options = {"data": text, "folder": folder / "run", "memory": memory, "memory-every": 1}
     options |= {"steps": 1000000, "save-every": 1000000}
     command += [str(ROOT / "examples/train_gpt.py"), *(f"--{name}={value}" for name, value in options.items())]
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    package = {"PYTHONPATH": str(ROOT / "build/python")}
+    environment = {**os.environ, **package, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     seconds = []
     output = folder / "output"
     with output.open("w") as file:

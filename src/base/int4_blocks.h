@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "base/block_arithmetic.h"
 #include "base/element.h"
 #include "base/host_device.h"
 
@@ -60,19 +61,6 @@ FSDP_ELEMENT std::uint32_t int4_code(float value, float scale) {
 }
 FSDP_ELEMENT float int4_value(std::uint32_t code) { return static_cast<float>(static_cast<std::int32_t>(code << 28) >> 28); }
 
-/// The Hadamard transform without its factor. Twice the transform is the block times its length.
-inline void hadamard_transform(float* values, std::int64_t block) {
-  for (std::int64_t half = 1; half < block; half *= 2) {
-    for (std::int64_t pair = 0; pair < block; pair += 2 * half) {
-      for (std::int64_t i = pair; i < pair + half; ++i) {
-        const float sum = values[i] + values[i + half];
-        values[i + half] = values[i] - values[i + half];
-        values[i] = sum;
-      }
-    }
-  }
-}
-
 inline void encode_int4_block(const Int4Pieces& given, std::int64_t number) {
   const float* values = static_cast<const float*>(given.values) + number * given.block;
   float transformed[kLongestTransform];
@@ -81,12 +69,7 @@ inline void encode_int4_block(const Int4Pieces& given, std::int64_t number) {
     hadamard_transform(transformed, given.block);
     values = transformed;
   }
-  std::uint32_t largest = 0;  // As integers, magnitudes are in the same order; NaN wins.
-  for (std::int64_t i = 0; i < given.block; ++i) {
-    const std::uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  const std::uint16_t bits = int4_scale_for(float_of(largest));
+  const std::uint16_t bits = int4_scale_for(float_of(largest_magnitude(values, given.block)));
   const float scale = int4_scale_value(bits);
   const std::int64_t half = given.block / 2;
   std::uint8_t* const codes = given.codes_of(number);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/block_arithmetic.h"
 #include "base/element.h"
 #include "fsdp/error.h"
 
@@ -33,15 +34,7 @@ std::int64_t block_bytes(const GradCommFormat& format, std::int64_t numel) {
 void walsh_hadamard(float* values, std::int64_t numel) {
   const float norm = 1.0f / std::sqrt(static_cast<float>(numel));
   for (std::int64_t i = 0; i < numel; ++i) values[i] *= norm;  // First, so that sums overflow only if results do.
-  for (std::int64_t half = 1; half < numel; half *= 2) {
-    for (std::int64_t begin = 0; begin < numel; begin += 2 * half) {
-      for (std::int64_t i = begin; i < begin + half; ++i) {
-        const float a = values[i], b = values[i + half];
-        values[i] = a + b;
-        values[i + half] = a - b;
-      }
-    }
-  }
+  hadamard_transform(values, numel);
 }
 
 /// Rounds to the nearest integer, halves to even. (SSE2 has no such instruction, and std::nearbyint does not vectorize.) For magnitudes up
@@ -79,8 +72,7 @@ void encode_one(const GradCommFormat& format, float* values, std::int64_t numel,
   for (std::int64_t i = 0; lost != nullptr && i < numel; ++i) lost[i] = values[i] += lost[i];
   std::fill(values + numel, values + integers, 0.0f);
   if (format.hadamard) walsh_hadamard(values, integers);
-  std::uint32_t largest = 0;  // As integers, magnitudes are in the same order; NaN wins.
-  for (std::int64_t i = 0; i < integers; ++i) largest = std::max(largest, bits_of(values[i]) & 0x7fffffffu);
+  const std::uint32_t largest = largest_magnitude(values, integers);
   const float scale = largest >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : float_of(largest) / levels_of(format);
   if (scale > 0) {
     round_block(format, values, integers, scale, key);
@@ -153,6 +145,15 @@ std::string describe(const GradCommFormat& format) {
   if (format.stochastic_rounding) text += ", rounded at random with seed " + std::to_string(format.seed);
   if (format.error_feedback) text += ", with error feedback";
   return text;
+}
+
+std::uint64_t hash_of(const GradCommFormat& format) {
+  std::uint64_t hash = format.seed;
+  for (const std::int64_t setting : {std::int64_t{format.bits}, format.block, std::int64_t{format.hadamard},
+                                     std::int64_t{format.stochastic_rounding}, std::int64_t{format.error_feedback}}) {
+    hash = scrambled(hash ^ static_cast<std::uint64_t>(setting));
+  }
+  return hash;
 }
 
 std::int64_t encoded_bytes(const GradCommFormat& format, std::int64_t numel) {

@@ -18,6 +18,9 @@ void check_format(const GradCommFormat& format);
 /// Returns a text such as "8 bits per element, in blocks of 128" that contains every setting.
 std::string describe(const GradCommFormat& format);
 
+/// Returns a hash of every setting, for which ranks compare their calls. It builds no text.
+std::uint64_t hash_of(const GradCommFormat& format);
+
 /// The size of so many elements after encoding.
 std::int64_t encoded_bytes(const GradCommFormat& format, std::int64_t numel);
 

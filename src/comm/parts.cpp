@@ -11,7 +11,6 @@
 
 #include "base/parallel_copy.h"
 #include "base/rounded_blocks.h"
-#include "base/stable_hash.h"
 #include "comm/call.h"
 #include "comm/rank_order_sum.h"
 #include "comm/rounded_sum.h"
@@ -161,7 +160,7 @@ std::uint64_t sizes_of(std::span<const ReducePart> parts) {
     hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
     for (const bool one : part.gives) hash = mix(hash, one ? 1 : 0);
     if (!part.encoding) continue;
-    hash = mix(mix(hash, part.encoding->key), stable_hash(describe(part.encoding->format)));
+    hash = mix(mix(hash, part.encoding->key), hash_of(part.encoding->format));
   }
   return hash;
 }

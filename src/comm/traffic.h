@@ -22,8 +22,8 @@ struct SumLevels {
   std::int64_t ranks = 1;  ///< On each host; all ranks of the row if there is one level.
   std::int64_t hosts = 1;  ///< 1: one level.
 
-  static constexpr std::int64_t kPieceStaging = std::int64_t{1} << 24;
-  std::int64_t piece_staging = kPieceStaging;  ///< Elements of staging for a piece of a large shard.
+  static constexpr std::int64_t kPieceStaging = std::int64_t{1} << 24;  ///< 32 MiB.
+  std::int64_t piece_staging = kPieceStaging;                           ///< Elements of staging for a piece of a large shard.
 
   static constexpr std::int64_t kSumElements = 2;  ///< Elements of bfloat16 or half that take as many bytes as a sum in fp32.
 
@@ -39,7 +39,8 @@ struct SumLevels {
   std::int64_t unreduced_per_element() const { return (ranks - 1) * hosts; }  ///< Elements that are sent unreduced.
   std::int64_t sums_per_element() const { return hosts - 1; }                 ///< Sums that are sent.
 
-  /// The elements of a shard that are sent and summed at once. Of a large shard, these are a piece, and two of its pieces have staging.
+  /// Returns how many elements of a shard are sent and summed at once. A large shard is divided into pieces of this size, and there is
+  /// staging for two of them.
   std::int64_t piece_numel(std::int64_t shard_numel) const;
   std::int64_t staging_numel(std::int64_t shard_numel) const {
     return staging_per_element() * std::min(shard_numel, 2 * piece_numel(shard_numel));
@@ -58,11 +59,12 @@ class Traffic {
 
   /// Elements of staging that a reduction of shards of `shard_numel` elements needs, in the dtype of the wire.
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const;
-  /// [Rounded once] Of a reduction in a GradCommFormat: how many contributions a rank sends, one to each other rank, or, if ranks of a host
-  /// sum first, one to each other host. The staging that it needs, for shards of so many elements, whose contributions have
-  /// `encoded_bytes`. The bytes that it sends, where `bytes` is as in sent().
+  /// [Rounded once] Returns how many contributions a rank sends in a reduction with a GradCommFormat: one to each other rank or, if the
+  /// ranks of a host sum first, one to each other host.
   std::int64_t contributions() const;
+  /// Returns the bytes of staging for such a reduction. A shard has `shard_numel` elements, and a contribution to it `encoded_bytes`.
   std::int64_t staging_bytes(std::int64_t shard_numel, std::int64_t encoded_bytes) const;
+  /// Returns what such a reduction sends. `bytes` is as in sent(), and `encoded_bytes` is the size of a contribution, over all parts.
   Sent sent_encoded(std::int64_t bytes, std::int64_t encoded_bytes) const;
 
   /// `bytes` is the size of a shard, over all parts; `summed_bytes` is the size of its sums before they are rounded.

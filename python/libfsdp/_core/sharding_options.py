@@ -105,10 +105,10 @@ class GradCommFormat:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        self.of_engine()
+        self.engine_format()
 
-    def of_engine(self) -> _C.GradCommFormat:
-        """Returns the same format for the engine."""
+    def engine_format(self) -> _C.GradCommFormat:
+        """Returns the format as the engine has it."""
         check_flags(
             hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding, error_feedback=self.error_feedback
         )

@@ -129,7 +129,7 @@ def make_unit(
         pin_memory=getattr(options.offload_policy, "pin_memory", True),
         outer_sharded=options.outer_sharded,
         rounds_gradients=options.main_grads_dtype is None,
-        grad_comm_format=None if options.grad_comm_format is None else options.grad_comm_format.of_engine(),
+        grad_comm_format=None if options.grad_comm_format is None else options.grad_comm_format.engine_format(),
     )
 
 

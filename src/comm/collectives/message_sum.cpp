@@ -1,6 +1,5 @@
 #include "comm/collectives/message_sum.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -24,7 +23,7 @@ constexpr int kTag = 0;
 MessageSum::MessageSum(const Row& row, c10::intrusive_ptr<c10d::Backend> backend, const SumLevels& levels)
     : backend_(std::move(backend)), levels_(levels), row_(row), host_(row.rank / levels.ranks), place_(row.rank % levels.ranks) {}
 
-at::Tensor MessageSum::Piece::of_rank(std::int64_t rank) const {
+at::Tensor MessageSum::Piece::unreduced(std::int64_t rank) const {
   return flat_view(part->unreduced, rank * part->out.numel() + begin, numel);
 }
 
@@ -71,48 +70,50 @@ void MessageSum::rejoin() noexcept {
   }
 }
 
-MessageSum::Exchange MessageSum::no_messages(const Piece& piece) const {
-  const std::vector<at::Tensor> none(static_cast<std::size_t>(row_.size()), flat_view(piece.staging, 0, 0));
-  return {.received = none, .sent = none};
-}
-
-/// A backend like NCCL takes an exchange as one call.
-MessageSum::Works MessageSum::post(std::span<Exchange> exchanges) const {
-  const bool whole = is_like_nccl(*backend_);
-  CoalescedWorks works(*backend_, /*several=*/!whole || exchanges.size() > 1);
+/// A backend like NCCL takes the messages between all ranks as one call for each piece. The two levels have messages between few of them.
+MessageSum::Works MessageSum::post(std::span<const std::vector<Message>> of_pieces) const {
+  const bool by_lists = !levels_.are_two() && is_like_nccl(*backend_);
+  CoalescedWorks works(*backend_, /*several=*/!by_lists || of_pieces.size() > 1);
   std::vector<at::Tensor> argument(1);
-  for (auto& [received, sent] : exchanges) {
-    if (whole) {
+  for (const auto& messages : of_pieces) {
+    if (by_lists) {
+      std::vector<at::Tensor> received(static_cast<std::size_t>(row_.size()), flat_view(messages.front().received, 0, 0));
+      auto sent = received;  // Nothing to this rank itself.
+      for (const Message& message : messages) {
+        received[static_cast<std::size_t>(message.peer)] = message.received;
+        sent[static_cast<std::size_t>(message.peer)] = message.sent;
+      }
       works.add(backend_->alltoall(received, sent));
       continue;
     }
-    for (int k = 1; k < row_.size(); ++k) {
-      const int from = (row_.rank + k) % row_.size();  // No rank is everybody's first.
-      const int to = (row_.rank + row_.size() - k) % row_.size();
-      argument[0] = received[static_cast<std::size_t>(from)];
-      if (argument[0].numel() > 0) works.add(backend_->recv(argument, from, kTag));
-      argument[0] = sent[static_cast<std::size_t>(to)];
-      if (argument[0].numel() > 0) works.add(backend_->send(argument, to, kTag));
+    for (const Message& message : messages) {
+      argument[0] = message.received;
+      works.add(backend_->recv(argument, message.peer, kTag));
+      argument[0] = message.sent;
+      works.add(backend_->send(argument, message.peer, kTag));
     }
   }
   return works.end();
 }
 
+// In both, no rank is everybody's first.
+
 MessageSum::Works MessageSum::send_unreduced(std::span<const Piece> pieces) const {
   if (levels_.ranks == 1) return {};
-  std::vector<Exchange> exchanges;
-  for (const Piece& piece : pieces) {
-    for (std::int64_t host = 0; host < levels_.hosts; ++host) {
-      auto& [received, sent] = exchanges.emplace_back(no_messages(piece));
-      for (std::int64_t place = 0; place < levels_.ranks; ++place) {
-        if (place == place_) continue;
-        const auto neighbour = static_cast<std::size_t>(rank_of(host_, place));
-        received[neighbour] = flat_view(of_neighbour(piece, place), host * piece.numel, piece.numel);
-        sent[neighbour] = piece.of_rank(rank_of(host, place));
+  std::vector<std::vector<Message>> of_pieces(pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    for (std::int64_t k = 1; k < levels_.ranks; ++k) {
+      const std::int64_t place = (place_ + k) % levels_.ranks;
+      const at::Tensor received = of_neighbour(piece, place);
+      for (std::int64_t host = 0; host < levels_.hosts; ++host) {
+        of_pieces[i].push_back({.peer = rank_of(host_, place),
+                                .received = flat_view(received, host * piece.numel, piece.numel),
+                                .sent = piece.unreduced(rank_of(host, place))});
       }
     }
   }
-  return post(exchanges);
+  return post(of_pieces);
 }
 
 void MessageSum::sum_neighbours(std::span<const Piece> pieces, double scale) const {
@@ -163,7 +164,7 @@ std::vector<RankOrderSum> MessageSum::sums_of_neighbours(const Piece& piece) con
     auto& sum = sums.emplace_back(RankOrderSum{.sources = {}, .out = {}, .apart = place_});
     if (levels_.are_two()) sum.out = sum_for(piece, host);
     for (std::int64_t place = 0; place < levels_.ranks; ++place) {
-      sum.sources.push_back(place == place_ ? piece.of_rank(rank_of(host, place))
+      sum.sources.push_back(place == place_ ? piece.unreduced(rank_of(host, place))
                                             : flat_view(of_neighbour(piece, place), host * piece.numel, piece.numel));
     }
   }
@@ -171,17 +172,14 @@ std::vector<RankOrderSum> MessageSum::sums_of_neighbours(const Piece& piece) con
 }
 
 MessageSum::Works MessageSum::send_sums(std::span<const Piece> pieces) const {
-  std::vector<Exchange> exchanges;
-  for (const Piece& piece : pieces) {
-    auto& [received, sent] = exchanges.emplace_back(no_messages(piece));
-    for (std::int64_t host = 0; host < levels_.hosts; ++host) {
-      if (host == host_) continue;
-      const auto equal = static_cast<std::size_t>(rank_of(host, place_));
-      received[equal] = sum_of(piece, host);
-      sent[equal] = sum_for(piece, host);
+  std::vector<std::vector<Message>> of_pieces(pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    for (std::int64_t k = 1; k < levels_.hosts; ++k) {
+      const std::int64_t host = (host_ + k) % levels_.hosts;
+      of_pieces[i].push_back({.peer = rank_of(host, place_), .received = sum_of(pieces[i], host), .sent = sum_for(pieces[i], host)});
     }
   }
-  return post(exchanges);
+  return post(of_pieces);
 }
 
 void MessageSum::sum_hosts(std::span<const Piece> pieces, double scale) const {

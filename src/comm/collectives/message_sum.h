@@ -30,19 +30,22 @@ class MessageSum {
     std::int64_t numel;
     at::Tensor staging;
 
-    at::Tensor of_rank(std::int64_t rank) const;  ///< Of the unreduced gradients.
+    /// Returns these elements of this rank's unreduced gradients, in the shard of `rank`.
+    at::Tensor unreduced(std::int64_t rank) const;
+    /// Returns these elements of the result.
     at::Tensor out() const;
   };
-  /// Piece number `number` of each part that has one, for parts of at least one element.
+  /// Returns piece number `number` of each part that has so many. Every part has at least one element.
   std::vector<Piece> pieces(std::span<const ReducePart* const> parts, std::int64_t number) const;
-  /// The number of pieces of the largest part.
+  /// Returns the number of pieces of the part that has most.
   std::int64_t count(std::span<const ReducePart* const> parts) const;
 
   const SumLevels& levels() const { return levels_; }
 
-  /// Returns a stream for the sums between the two levels, ordered behind the current stream. With it, all messages can be posted at once,
-  /// in the order of the collectives, and neither the host nor the computation waits. It is always the same stream, so that its temporary
-  /// tensors share their memory. On the CPU, where there are no streams, the host waits.
+  /// Returns a stream for the sums after which more messages are posted: those between two levels, and those of all pieces but the last. It
+  /// is ordered behind the current stream. With it, all messages can be posted at once, in the order of the collectives, and neither the
+  /// host nor the computation waits. It is always the same stream, so that its temporary tensors share their memory. On the CPU, where
+  /// there are no streams, the host waits.
   c10::Stream stream_behind_current(c10::Device device);
   /// Orders the current stream behind that one after a failure, so that memory which its sums use can be freed.
   void rejoin() noexcept;
@@ -64,13 +67,13 @@ class MessageSum {
   // size.
   static constexpr std::int64_t kSummedTogether = std::int64_t{1} << 22;
 
-  /// Messages to all ranks and from them, by rank. Where there is none, the tensor is empty.
-  struct Exchange {
-    std::vector<at::Tensor> received;
-    std::vector<at::Tensor> sent;
+  /// The messages that this rank and another one exchange.
+  struct Message {
+    int peer;
+    at::Tensor received;
+    at::Tensor sent;
   };
-  Exchange no_messages(const Piece& piece) const;
-  Works post(std::span<Exchange> exchanges) const;
+  Works post(std::span<const std::vector<Message>> of_pieces) const;
   std::vector<RankOrderSum> sums_of_neighbours(const Piece& piece) const;
   void sum_neighbours_by_operators(const Piece& piece) const;
 

@@ -95,7 +95,7 @@ class NativeReduce final : public GroupPending {
       sums.push_back({.sources = {source}, .out = part->out, .end = sum_end(*part, is_averaged(*part) ? 1.0 : scale_)});
     }
     rank_order_sums(sums);
-    messages_->levels().are_two() ? messages_->sum_hosts(last_pieces_, scale_) : messages_->sum_neighbours(last_pieces_, scale_);
+    add_up(last_pieces_);
   }
   void forget() noexcept override {
     works_.clear();
@@ -118,33 +118,38 @@ class NativeReduce final : public GroupPending {
     return reduce_scatter_together(*group_->data, std::move(outs), std::move(inputs), op);
   }
 
-  /// Posts all messages. What has to be summed before the last of them is summed beside the computation. The last sums are finish()'s.
+  /// Posts all messages. What has to be summed before the last of them is summed beside the computation. finish() adds up the last pieces.
   Works start_sums_here() {
     const std::int64_t count = messages_->count(summed_here_);
-    const bool two_levels = messages_->levels().are_two();
     std::optional<c10::StreamGuard> beside;
-    if (two_levels || count > 1) beside.emplace(messages_->stream_behind_current(device()));
+    if (messages_->levels().are_two() || count > 1) beside.emplace(messages_->stream_behind_current(device()));
     last_pieces_ = messages_->pieces(summed_here_, 0);
     Works arriving = messages_->send_unreduced(last_pieces_);
     for (std::int64_t next = 1; next < count; ++next) {
-      // This takes the memory of the piece before the last, which has been summed.
       const auto pieces = std::exchange(last_pieces_, messages_->pieces(summed_here_, next));
-      wait_all(std::exchange(arriving, messages_->send_unreduced(last_pieces_)));
-      messages_->sum_neighbours(pieces, scale_);
-      if (!two_levels) continue;
-      wait_all(messages_->send_sums(pieces));
-      messages_->sum_hosts(pieces, scale_);
+      // The next pieces take the memory of those before these, which have been added up.
+      Works arriving_next = messages_->send_unreduced(last_pieces_);
+      wait_all(sum_within_hosts(pieces, std::move(arriving)));
+      add_up(pieces);
+      arriving = std::move(arriving_next);
     }
-    if (two_levels) {
-      wait_all(arriving);
-      messages_->sum_neighbours(last_pieces_, scale_);
-      arriving = messages_->send_sums(last_pieces_);
-    }
+    arriving = sum_within_hosts(last_pieces_, std::move(arriving));
     if (count > 1 && !device().is_cpu()) {
       earlier_pieces_.emplace(device().type());  // The computing stream waits for it, because the last messages may arrive earlier.
       earlier_pieces_->record(beside->current_stream());
     }
     return arriving;
+  }
+
+  /// In two levels, waits for the first one, and starts the second. Returns the works that add_up() needs.
+  Works sum_within_hosts(std::span<const MessageSum::Piece> pieces, Works arriving) {
+    if (!messages_->levels().are_two()) return arriving;
+    wait_all(arriving);
+    messages_->sum_neighbours(pieces, scale_);
+    return messages_->send_sums(pieces);
+  }
+  void add_up(std::span<const MessageSum::Piece> pieces) {
+    messages_->levels().are_two() ? messages_->sum_hosts(pieces, scale_) : messages_->sum_neighbours(pieces, scale_);
   }
 
   /// NCCL and its like divide as they add up, without a pass of their own. By a power of two the result is the same.
@@ -324,7 +329,10 @@ std::unique_ptr<GroupPending> NativeCommunicator::make_uneven(const Call& call, 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
   if (size() > 1 && std::ranges::any_of(parts, [](const ReducePart& part) { return part.encoding.has_value(); })) {
-    throw Error("reduce-scatter: a backend's own collectives send no gradients in a grad_comm_format");
+    throw Error(
+        "unit '" + std::string(label.unit) + "', rank " + std::to_string(group()->row.global_rank(rank())) +
+        ": grad_comm_format needs messages of libfsdp over Gloo, and this mesh reduces by another backend; leave it out, or make the "
+        "mesh over Gloo");
   }
   return std::make_unique<NativeReduce>(group(), call, label, parts, scale, messages_);
 }

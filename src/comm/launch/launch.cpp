@@ -262,7 +262,7 @@ class SignalForwarder {
     }
   }
 
-  static bool has_any() {
+  static bool any_arrived() {
     return std::any_of(signals.begin(), signals.end(), [](const Forwarded& signal) { return signal.arrived != 0; });
   }
 
@@ -412,7 +412,7 @@ int launch_ranks(int nproc, const std::function<int()>& fn, const LaunchDetails&
       const auto failures = supervise(ranks, signals, details);
       ended_by = signals.ended_by(failures);
       if (ended_by == 0) result = report_failures(ranks, failures, details.grace);
-      is_last = is_last || signals.has_any();
+      is_last = is_last || signals.any_arrived();
     }
     if (ended_by != 0) raise(ended_by);  // The sender of a signal expects this of a program that does not handle it.
     if (result == 0 || is_last) return result;

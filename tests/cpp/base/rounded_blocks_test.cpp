@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -116,6 +117,14 @@ TEST(RoundedBlocks, WhatIsLostComesLater) {
     }
     for (std::size_t i = 1; i < 20; ++i) EXPECT_NEAR(sums[i] / kTimes, 0.01 * static_cast<double>(i), 0.002) << i;
   }
+}
+
+TEST(RoundedBlocks, EachSettingChangesTheHash) {
+  const std::vector<GradCommFormat> formats = {
+      {}, {.bits = 4}, {.block = 64}, {.hadamard = true}, {.stochastic_rounding = true}, {.seed = 1}, {.error_feedback = true}};
+  std::set<std::uint64_t> hashes;
+  for (const auto& format : formats) hashes.insert(hash_of(format));
+  EXPECT_EQ(hashes.size(), formats.size());
 }
 
 TEST(RoundedBlocks, FormatsThatDoNotExist) {

@@ -66,7 +66,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def unsharded(model: Any) -> list[torch.Tensor]:
-    """What the first and the last matrix compute with in the next forward."""
+    """Returns the unsharded matrices of the first and the last layer, as the next forward has them."""
     with torch.no_grad():
         columns = torch.eye(32, device=device.TYPE, dtype=model[0].weight.dtype)
         seen: list[torch.Tensor] = []

@@ -155,7 +155,7 @@ def test_hosts_round_their_sums(form: GradCommFormat) -> None:
             of_ranks = own_rows([gradient_of(r, step) for r in range(4)], 4, rank)
             expected = sums.of([of_ranks[0] + of_ranks[1], of_ranks[2] + of_ranks[3]], rank // 2) / 4
             assert torch.equal(local_gradient(model), expected)
-        # Of a region of 2,000 elements: 15 blocks of 128 and one of 80, or 31 of 64 and one of 16.
+        # A region of 2,000 elements has 15 blocks of 128 and one of 80, or 31 of 64 and one of 16.
         sent = {8: 15 * 132 + 84, 4: 15 * 68 + 44} if form.block == 128 else {4: 31 * 36 + 12}
         wire = libfsdp.wire_stats(model)
         of_neighbours = wire["all_gather_bytes"] - wire["shared_memory_bytes"] + wire["reduce_scatter_bytes"]
