@@ -128,6 +128,7 @@ int train(const Options& options, const Corpus& corpus, const fsdp::DeviceMesh& 
       save(validation);
     } else if (in_memory && step % options.memory_every == 0) {
       saver->save_in_memory("step-" + std::to_string(step), extra_now());
+      if (options.memory_wait) saver->wait_for_memory();
     }
     if (ends) {
       if (saver) saver->remove_memory();  // waits for the disk, from which a run that was stopped goes on

@@ -11,8 +11,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Options, data, nproc, model, bat
                                                 accumulate, optimizer, strategy, outer, outer_strategy, param_dtype, wire_dtype,
                                                 float8_gather, offload, keep_gathered_bytes, no_reshard_after_forward, prefetch, seed,
                                                 eval_every, eval_sequences, log, timeline, save, save_name, save_async, memory,
-                                                memory_every, save_every, keep_last, sample_every, sample_tokens, temperature, prompt,
-                                                threads, device)
+                                                memory_every, memory_wait, save_every, keep_last, sample_every, sample_tokens, temperature,
+                                                prompt, threads, device)
 
 namespace {
 

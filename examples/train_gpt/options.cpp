@@ -143,6 +143,8 @@ void add_options(CLI::App& app, Options& options) {
                  "A folder in tmpfs, such as /dev/shm/RUN, for checkpoints in memory, too: a run that is restarted goes on from them")
       ->group("Checkpoints");
   option("--memory-every", options.memory_every, "Steps between checkpoints in memory")->group("Checkpoints");
+  app.add_flag("--memory-wait", options.memory_wait, "Wait for each of them: a restart repeats at most as many steps")
+      ->group("Checkpoints");
   option("--save-every", options.save_every, "Steps between checkpoints; the last step is saved, too, and each that is validated")
       ->group("Checkpoints");
   option("--keep-last", options.keep_last, "How many of the newest are kept, beside the best by validation; 0: all")->group("Checkpoints");

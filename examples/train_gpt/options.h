@@ -44,6 +44,7 @@ struct Options {
   bool save_async = false;
   std::string memory = {};  ///< A folder in tmpfs for checkpoints in memory. Empty: none.
   std::int64_t memory_every = 10;
+  bool memory_wait = false;  ///< Training waits for each of them, so that a restart repeats at most `memory_every` steps.
   std::int64_t save_every = 100;
   int keep_last = 2;
   std::string resume = "no";

@@ -1,12 +1,13 @@
 """Kills ranks of a training run on two hosts at random moments, and starts all again: it goes on from the memory of hosts.
 
-    survive.py --train-gpt PATH --fsdp-ckpt PATH [--kills 200] [--hosts 50] [--seed N] [--network]
+    survive.py --train-gpt PATH --fsdp-ckpt PATH [--kills 200] [--hosts 50] [--seed N] [--network] [--wait]
 
 `--kills` SIGKILLs hit one rank; `--hosts` hit all ranks of a host, whose folder in memory is removed, too. Ranks with
 folders of their own stand for hosts; with --network, so do network and process namespaces (bench/harness/hosts.py).
 Nothing is saved to the disk before the end of a run, so each restart that goes on has read from memory only. Each restart
 takes the newest step that was complete in memory when the last rank had ended, and nothing hangs. As a save waits for the
-one before, no more steps are repeated than lie between three saves. When a run is through, its checkpoint must have the
+one before, no more steps are repeated than lie between three saves; with --wait, for which training waits for each save,
+no more than between two. When a run is through, its checkpoint must have the
 bits of a run without kills, and no folder may be left in memory.
 """
 
@@ -77,6 +78,7 @@ class Attempt:
             for rank in range(RANKS):
                 host = rank // RANKS_PER_HOST
                 options = OPTIONS | {"data": survive.text, "run": run, "memory": survive.memory(run, host)}
+                options |= {"memory-wait": "true"} if survive.waits else {}
                 command = [str(survive.train_gpt), *(f"--{name}={value}" for name, value in options.items())]
                 where = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 environment = {name: str(value) for name, value in where.items()}
@@ -132,6 +134,7 @@ class Survive:
         self.text = folder / "text.txt"
         self.text.write_text("".join(f"the quick brown fox {i % 7}\n" for i in range(2000)))
         self.network: Hosts | None = None
+        self.waits = arguments.wait
         self.seconds: list[float] = []
         self.repeated: list[int] = []
         self.runs = self.from_the_beginning = self.under_way = 0
@@ -188,7 +191,8 @@ class Survive:
             self.from_the_beginning += resumed == 0
             self.under_way += reached // EVERY * EVERY > resumed
             self.repeated.append(reached - resumed)
-            require(reached - resumed <= 2 * EVERY, f"{reached - resumed} steps are repeated; see {attempt.output}")
+            most = EVERY if self.waits else 2 * EVERY
+            require(reached - resumed <= most, f"{reached - resumed} steps are repeated; see {attempt.output}")
         codes = attempt.wait()
         require(codes == [0] * RANKS, f"exit codes {codes}; see {attempt.output}")
         left = [str(path) for host in range(HOSTS) for path in (self.shm / f"host{host}").glob("*")]
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=50)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--network", action="store_true")
+    parser.add_argument("--wait", action="store_true")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
