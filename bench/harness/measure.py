@@ -129,7 +129,7 @@ class Pace:
 class ModelCase:
     """A model to train over `ranks` ranks, or (world > 0) on one rank of `world` whose collectives move no data.
 
-    `options` are contender.py's. `only`: who takes part, if not all do; C++ contenders know no options.
+    `options` are contender.py's. `only`: who takes part; without it, all that train exactly. C++ contenders know no options.
     """
 
     name: str
@@ -142,7 +142,7 @@ class ModelCase:
 
     def takes(self, contender: str) -> bool:
         """The contender takes part."""
-        return not self.only or contender in self.only
+        return contender in self.only if self.only else contender not in ROUNDED
 
     def arguments(self) -> list[str]:
         """The sizes, as both programs take them, and the options."""
@@ -300,8 +300,8 @@ def overhead_rows(case: str, samples: dict[str, Rounds]) -> list[Row]:
 
 def measure_steps(case: ModelCase, pace: Pace, programs: Programs) -> list[Row]:
     """(a) step time and (c) memory of a training step, optimizer included."""
-    takes_part = replace(programs, only=programs.only & case.only if programs.only and case.only else programs.only or case.only)
-    with Fleet(takes_part.launches(TRAINERS, case.arguments(), case.ranks)) as contenders:
+    trainers = {name: program for name, program in TRAINERS.items() if case.takes(name)}
+    with Fleet(programs.launches(trainers, case.arguments(), case.ranks)) as contenders:
         losses = warm_up(contenders, "step")
         check_losses(case.name, losses, steps=1)
         check_losses(case.name, {name: v for name, v in losses.items() if name not in OTHER_UPDATES}, WARM_UP_STEPS)
