@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--case", action="append", choices=CASES, help="measure this case only; may be repeated")
     parser.add_argument("--contender", action="append", help="start this contender only; may be repeated")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
-    parser.add_argument("--quick", action="store_true", help="about two minutes: few rounds, to see that all works")
+    parser.add_argument("--quick", action="store_true", help="about 20 minutes: few rounds, to see that all works")
     parser.add_argument("--binary", type=Path, default=ROOT / "build/bench/bench_contender", help="the C++ contender")
     parser.add_argument("--package", type=Path, default=ROOT / "build/python", help="the folder of libfsdp's package")
     parser.add_argument(
