@@ -131,8 +131,8 @@ struct FullyShardOptions {
   std::function<std::optional<TensorParallel>(const std::string& name, const at::Tensor& parameter)> tensor_parallel = {};
   /// The format in which each parameter is all-gathered; null stands for its compute dtype. Share one format between parameters.
   std::function<std::shared_ptr<const GatherFormat>(const std::string& name, const at::Tensor& parameter)> gather_format = {};
-  /// The format in which gradients are sent as messages, in 8 or 4 bits; without one, in the policy's dtype. CPUs only. Throws Error for
-  /// parameters whose gradients are sent in float64.
+  /// The format in which gradients are sent as messages, in 8 or 4 bits; without one, in the policy's dtype. Throws Error for parameters
+  /// whose gradients are sent in float64.
   std::optional<GradCommFormat> grad_comm_format = {};
   /// What is kept in host memory. With HFSDP, kAll leaves the inner shards of the parameters on the device.
   Offload offload = Offload::kNone;

@@ -5,9 +5,9 @@
 namespace fsdp {
 
 /// The format in which gradients are sent as messages between ranks: integers of 8 or 4 bits, with a scale for each block of elements. What
-/// ranks of one host read from each other's memory, and what a rank adds to its own shard, is not rounded. The scale of a block, an fp32
-/// number, is its largest magnitude divided by 127 or 7. Sums run in fp32. A block with NaN or infinity becomes NaN. (ZeRO++'s qgZ;
-/// SDP4Bit, arXiv 2410.15526.)
+/// ranks of one host read from each other's memory, and what a rank adds to its own shard, is not rounded. With NCCL on several hosts, what
+/// ranks of one host send each other is not rounded either. The scale of a block, an fp32 number, is its largest magnitude divided by 127
+/// or 7. Sums run in fp32. A block with NaN or infinity becomes NaN. (ZeRO++'s qgZ; SDP4Bit, arXiv 2410.15526.)
 struct GradCommFormat {
   int bits = 8;              ///< Of each element: 8 or 4.
   std::int64_t block = 128;  ///< Elements per scale: a multiple of 32. A rank's shard of a sub-buffer begins with a block.

@@ -11,6 +11,7 @@
 #include "base/block_format.h"
 #include "base/int4_blocks.h"
 #include "base/parallel_for.h"
+#include "base/rounded_rows.h"
 #include "fsdp/error.h"
 
 namespace fsdp {
@@ -118,18 +119,6 @@ void for_each_block(const Int4Pieces& pieces, const Fn& fn) {
   parallel_for(pieces.blocks(), std::max<std::int64_t>(kElementsPerTask / pieces.block, 1), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t number = begin; number < end; ++number) fn(number);
   });
-}
-
-/// Of the last dimension, as hadamard_transform does it.
-at::Tensor hadamard_by_operators(const at::Tensor& blocks) {
-  auto values = blocks;
-  for (std::int64_t half = 1; half < blocks.size(-1); half *= 2) {
-    const auto pairs = values.unflatten(-1, {-1, 2, half});
-    const auto first = pairs.select(-2, 0);
-    const auto second = pairs.select(-2, 1);
-    values = at::stack({first + second, first - second}, -2).flatten(-3);
-  }
-  return values;
 }
 
 void encode_int4_by_operators(const at::Tensor& difference, const at::Tensor& encoded, const Int4Differences& options) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "base/stable_hash.h"
 #include "comm/communicator.h"
 
 namespace fsdp::comm {
@@ -40,11 +41,7 @@ class RowFailure : public std::runtime_error {
 /// parenthesis.
 std::string of_unit(std::string_view unit);
 
-/// Mixes a number into a hash; the same on every rank.
-constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  hash = (hash ^ value) * 0x9e3779b97f4a7c15ULL;
-  return hash ^ (hash >> 29);
-}
+using fsdp::mix;
 
 // Tags of messages. c10d takes 31 bits; the upper ones identify the kind of a message, so that messages of different kinds never match.
 namespace tags {

@@ -32,7 +32,7 @@ void check_encoded(const ReducePart& part, const Traffic& traffic) {
   constexpr const char* kOperation = "reduce-scatter";
   const std::int64_t numel = part.out.numel();
   if (part.unreduced.scalar_type() == at::kDouble) throw_misfit(kOperation, "double is not encoded");
-  const std::int64_t staging = traffic.staging_bytes(numel, contribution_bytes(part));
+  const std::int64_t staging = traffic.staging_bytes(numel, part.encoding->format, part.unreduced.scalar_type());
   if (staging > 0 && (part.staging.scalar_type() != at::kByte || part.staging.numel() < staging)) {
     throw_misfit(kOperation, "staging must have " + std::to_string(staging) + " bytes");
   }

@@ -17,6 +17,8 @@ void launch(const Given& given, const c10::Stream& stream) {
   comm::device_sums().set(kType, &launch<&sum, comm::DeviceSum>);
   device_encoders().set(kType, &launch<&encode, BlockedPieces>);
   device_decoders().set(kType, &launch<&decode, BlockedPieces>);
+  device_rounders().set(kType, &launch<&round, DeviceRounding>);
+  device_unrounders().set(kType, &launch<&unround, DeviceRounding>);
   optim::device_adamw_8bit().set(kType, &launch<&adamw_8bit, optim::DeviceAdamW8bit>);
   return true;
 }();

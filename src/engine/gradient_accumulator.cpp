@@ -7,7 +7,6 @@
 #include <string_view>
 #include <utility>
 
-#include "base/rounded_blocks.h"
 #include "comm/parts.h"
 #include "memory/slot_storage.h"
 
@@ -104,8 +103,9 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
   const auto& reduce = *unit.communicators.reduce;
   const auto staged_by = [&](const comm::Communicator& ranks, std::int64_t shard_numel, at::ScalarType dtype) {
     const auto& format = unit.options.grad_comm_format;
-    if (!format) return Part{dtype, ranks.staging_numel(shard_numel, dtype)};
-    return Part{at::kByte, ranks.traffic().staging_bytes(shard_numel, encoded_bytes(*format, shard_numel))};
+    const comm::Traffic traffic = ranks.traffic();
+    if (!format || traffic.contributions() == 0) return Part{dtype, ranks.staging_numel(shard_numel, dtype)};
+    return Part{at::kByte, traffic.staging_bytes(shard_numel, *format, dtype)};
   };
   const auto staged = [&](std::size_t k, at::ScalarType dtype) { return staged_by(reduce, numel(k, inner), dtype); };
   lay_out(staging, [&](std::size_t k) { return staged(k, formats[k].wire_gradient); });

@@ -34,15 +34,10 @@ bool is_alone(const UnitOptions& options, const std::vector<SubBufferFormat>& fo
 
 }  // namespace
 
-void check_grad_comm(const std::optional<GradCommFormat>& format, const DeviceMesh& mesh, std::span<const UnitParameter> parameters,
+void check_grad_comm(const std::optional<GradCommFormat>& format, std::span<const UnitParameter> parameters,
                      const layout::UnitLayout& layout, std::span<const SubBufferFormat> formats) {
   if (!format) return;
   check_format(*format);
-  if (mesh.device_type() != c10::kCPU) {
-    throw Error("grad_comm_format sends gradients of CPUs by messages of libfsdp; on a mesh of " +
-                c10::DeviceTypeName(mesh.device_type(), /*lower_case=*/true) +
-                ", the backend sends them: leave it out, or choose a reduce dtype of bfloat16");
-  }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].trainable || formats[layout.positions()[i].sub_buffer].wire_gradient != at::kDouble) continue;
     throw Error("grad_comm_format rounds fp32, bfloat16 and half, but gradients of parameter '" + parameters[i].name +

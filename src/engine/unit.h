@@ -157,8 +157,8 @@ struct ModelFacts {
   std::map<std::uint64_t, std::string> updates_by;  ///< The same settings by optimizer; see MainParameters::tell_update.
 };
 
-/// Throws Error if a format does not exist, or can't be used for such gradients or on the device of this mesh.
-void check_grad_comm(const std::optional<GradCommFormat>& format, const DeviceMesh& mesh, std::span<const UnitParameter> parameters,
+/// Throws Error if a format does not exist, or can't be used for such gradients.
+void check_grad_comm(const std::optional<GradCommFormat>& format, std::span<const UnitParameter> parameters,
                      const layout::UnitLayout& layout, std::span<const SubBufferFormat> formats);
 
 /// The ranks with which a unit communicates. Shards are cut over `gather`'s ranks; each is replicated, or cut once more, over `outer`'s.

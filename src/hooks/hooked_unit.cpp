@@ -153,7 +153,7 @@ HookedUnit::HookedUnit(UnitSpec spec) : spec_(std::move(spec)) {
     formats.push_back(format_of(spec_.parameters[static_cast<std::size_t>(part.dtype)], spec_));
   }
   engine::check_formats(spec_.name, formats, spec_.options.placements);
-  engine::check_grad_comm(spec_.options.grad_comm_format, spec_.mesh, parameters, layout, formats);
+  engine::check_grad_comm(spec_.options.grad_comm_format, parameters, layout, formats);
   owned_ = std::make_unique<engine::Unit>(spec_.name, std::move(parameters), std::move(layout), std::move(formats), spec_.options,
                                           communicators_of(spec_), memory::empty_storage(spec_.mesh.device()));
   unit_ = owned_.get();

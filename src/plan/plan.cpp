@@ -21,7 +21,7 @@ int ranks_per_host(int size, std::int64_t stride, std::int64_t on_host) {
 }
 
 comm::Traffic traffic_of(c10::DeviceType type, int size, int on_host, bool shared_memory) {
-  if (type != c10::kCPU) return comm::Traffic::by_backend(size, comm::SumLevels::of(size, on_host));
+  if (type != c10::kCPU) return comm::Traffic::by_backend(size, on_host);
   return shared_memory && on_host > 1 ? comm::Traffic::by_shared_memory(size, on_host) : comm::Traffic::by_messages(size);
 }
 

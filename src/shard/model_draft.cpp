@@ -276,7 +276,7 @@ UnitDraft draft_unit(const UnitPlan& plan, bool encloses, const FullyShardOption
                   " by its gather format; give it element granularity, or rows or blocks that hold whole blocks of the format");
     }
   }
-  engine::check_grad_comm(grad_comm_format(plan.settings, options), plan.settings.mesh, parameters, layout, formats);
+  engine::check_grad_comm(grad_comm_format(plan.settings, options), parameters, layout, formats);
   return {std::move(parameters), std::move(layout), std::move(formats)};
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/block_format.h"
+#include "base/rounded_arithmetic.h"
 #include "comm/device_sums.h"
 #include "graph.h"
 #include "memory.h"
@@ -84,6 +85,50 @@ void launch_conversion(const fsdp::BlockedPieces& given, const c10::Stream& stre
   });
 }
 
+/// The threads of a team, each of which does its part of a loop before the next one does, the last one first.
+struct Team {
+  static constexpr std::int64_t kLanes = 5;
+
+  template <typename Fn>
+  void for_each(std::int64_t count, const Fn& fn) const {
+    for (std::int64_t lane = kLanes - 1; lane >= 0; --lane) {
+      for (std::int64_t i = lane; i < count; i += kLanes) fn(i);
+    }
+  }
+  std::uint32_t largest(const float* values, std::int64_t count) const { return fsdp::largest_magnitude(values, count); }
+  void transform(float* values, std::int64_t count) const { fsdp::transform_in_pairs(*this, values, count); }
+};
+
+template <bool kEncodes>
+void launch_rounding(const fsdp::DeviceRounding& given, const c10::Stream& stream) {
+  std::vector<Range> ranges;
+  auto here = given;
+  for (int number = 0; number < given.count; ++number) {
+    auto& part = here.parts[number];
+    const auto value_bytes = fsdp::padded_numel(given.format, part.numel) * static_cast<std::int64_t>(sizeof(float));
+    const auto lost_bytes = part.numel * static_cast<std::int64_t>(sizeof(float));
+    for (std::int64_t row = 0; row < part.rows; ++row) {
+      const auto* const values = part.values + (row < part.own ? row : row + 1) * part.value_stride;
+      const auto* const lost = part.lost + row * part.lost_stride;
+      if (kEncodes) add_range(ranges, values, lost_bytes, /*write=*/false);
+      add_range(ranges, values, value_bytes, /*write=*/true);
+      for (const bool write : {false, true}) add_range(ranges, lost, part.lost == nullptr ? 0 : lost_bytes, write);
+      add_range(ranges, part.encoded + row * part.encoded_stride, fsdp::encoded_bytes(given.format, part.numel), /*write=*/kEncodes);
+    }
+    part.values = pointer_behind(part.values);
+    part.encoded = pointer_behind(part.encoded);
+    part.lost = pointer_behind(part.lost);
+  }
+  launch(stream, kEncodes ? "fsdp::round" : "fsdp::unround", ranges);
+  run(stream, [here] {
+    for (int number = 0; number < here.count; ++number) {
+      for (int team = 0; team < kThreads; ++team) {
+        fsdp::convert_part<kEncodes>(Team{}, here.format, here.parts[number], team, kThreads);
+      }
+    }
+  });
+}
+
 template <typename Value, typename Gradient>
 void step_adamw_8bit(const fsdp::optim::DeviceAdamW8bit& step) {
   using fsdp::optim::kBlock;
@@ -134,6 +179,8 @@ void launch_adamw_8bit(const fsdp::optim::DeviceAdamW8bit& given, const c10::Str
   fsdp::comm::device_sums().set(kType, &launch_sum);
   fsdp::device_encoders().set(kType, &launch_conversion<true>);
   fsdp::device_decoders().set(kType, &launch_conversion<false>);
+  fsdp::device_rounders().set(kType, &launch_rounding<true>);
+  fsdp::device_unrounders().set(kType, &launch_rounding<false>);
   fsdp::optim::device_adamw_8bit().set(kType, &launch_adamw_8bit);
   return true;
 }();

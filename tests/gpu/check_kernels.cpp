@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "base/block_format.h"
+#include "base/rounded_blocks.h"
+#include "base/rounded_rows.h"
 #include "comm/device_sums.h"
 #include "comm/rank_order_sum.h"
 #include "fsdp/gather_format.h"
@@ -142,6 +144,44 @@ void check_formats(Check& check) {
   }
 }
 
+/// Contributions of gradients for three receivers.
+fsdp::RoundedRows rounded_rows(const fsdp::GradCommFormat& format, std::int64_t numel, const c10::Device& device) {
+  const auto padded = fsdp::padded_numel(format, numel);
+  return {.values = numbers(4 * padded, 1, at::kFloat).to(device).view({4, padded}),
+          .encoded = at::zeros({3, fsdp::encoded_bytes(format, numel)}, at::TensorOptions().dtype(at::kByte).device(device)),
+          .lost = format.error_feedback ? numbers(3 * numel, 2, at::kFloat).to(device).view({3, numel}) : at::Tensor(),
+          .numel = numel,
+          .own = 1};
+}
+
+void check_rounding(Check& check) {
+  for (const int bits : {8, 4}) {
+    for (const bool hadamard : {false, true}) {
+      int wrong = 0;
+      for (const std::int64_t block : {32, 128, 1024}) {
+        for (const std::int64_t numel : {1, 100'003}) {
+          const fsdp::GradCommFormat format{
+              .bits = bits, .block = block, .hadamard = hadamard, .stochastic_rounding = true, .error_feedback = true};
+          const auto travelled = [&](const c10::Device& device) {
+            const auto rows = rounded_rows(format, numel, device);
+            fsdp::encode_rows(format, {&rows, 1});
+            fsdp::decode_rows(format, {&rows, 1});
+            return rows;
+          };
+          const auto expected = travelled(at::kCPU);
+          const auto here = travelled(check.device);
+          bool same = same_bits(here.encoded, expected.encoded) && same_bits(here.lost, expected.lost);
+          for (const auto row : {0, 2, 3})
+            same = same && same_bits(here.values[row].narrow(0, 0, numel), expected.values[row].narrow(0, 0, numel));
+          wrong += same ? 0 : 1;
+        }
+      }
+      const auto name = "gradients in " + std::to_string(bits) + " bits" + (hadamard ? ", transformed" : "");
+      check.passed_if(wrong == 0, name, std::to_string(wrong) + " of 6 have other bits than the CPU's");
+    }
+  }
+}
+
 fsdp::optim::QuantizedPiece quantized_piece(std::int64_t numel, at::ScalarType value, at::ScalarType gradient, const c10::Device& device) {
   const auto blocks = (numel + fsdp::optim::kBlock - 1) / fsdp::optim::kBlock;
   fsdp::optim::QuantizedPiece piece{
@@ -208,6 +248,14 @@ void measure_all(const Check& check, std::int64_t numel) {
   const auto whole = at::zeros({1, numel}, main.options().dtype(at::kBFloat16));
   measure(check, "encode fp32", static_cast<double>(numel) * 5, [&] { format.pre_all_gather(main, wire); });
   measure(check, "decode to bf16", static_cast<double>(numel) * 3, [&] { format.post_all_gather(wire, whole); });
+  for (const bool hadamard : {false, true}) {
+    const fsdp::GradCommFormat rounded{.bits = 4, .hadamard = hadamard};
+    const auto rows = rounded_rows(rounded, numel / 8, check.device);
+    const auto what = std::string(" in 4 bits") + (hadamard ? ", transformed" : "");
+    const auto bytes = static_cast<double>(numel / 8) * 3 * (4 + 0.5);
+    measure(check, "encode gradients" + what, bytes, [&] { fsdp::encode_rows(rounded, {&rows, 1}); });
+    measure(check, "decode gradients" + what, bytes, [&] { fsdp::decode_rows(rounded, {&rows, 1}); });
+  }
   if (!fsdp::optim::steps_adamw_8bit_on(check.device.type())) return;
   const auto piece = quantized_piece(numel / 4, at::kFloat, at::kFloat, check.device);
   measure(check, "AdamW with 8-bit state", static_cast<double>(numel / 4) * 16,
@@ -223,6 +271,7 @@ int main(int argc, char** argv) {
   check_sums(check);
   check_many_parts(check);
   check_formats(check);
+  check_rounding(check);
   check_adamw_8bit(check);
   measure_all(check, check.device.is_cpu() ? 1 << 16 : 1 << 28);
   return check.failed ? 1 : 0;

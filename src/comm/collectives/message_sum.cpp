@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "base/order_streams.h"
+#include "base/rounded_blocks.h"
+#include "base/stable_hash.h"
 #include "comm/collectives/coalesced_works.h"
 #include "comm/device_sums.h"
 #include "comm/parts.h"
@@ -17,6 +19,16 @@ namespace {
 
 /// One tag serves for all messages, because messages from one rank arrive in the order in which they were sent.
 constexpr int kTag = 0;
+
+/// `numel` elements of `dtype` that begin `offset` bytes behind the beginning of memory of another dtype or the same.
+at::Tensor elements_in(const at::Tensor& memory, std::int64_t offset, std::int64_t numel, at::ScalarType dtype) {
+  const auto itemsize = static_cast<std::int64_t>(memory.itemsize());
+  const auto bytes = numel * static_cast<std::int64_t>(elementSize(dtype));
+  const at::Tensor elements = flat_view(memory, offset / itemsize, bytes / itemsize);
+  return memory.scalar_type() == dtype ? elements : elements.view(dtype);
+}
+
+bool are_encoded(std::span<const MessageSum::Piece> pieces) { return !pieces.empty() && pieces.front().part->encoding.has_value(); }
 
 }  // namespace
 
@@ -29,16 +41,29 @@ at::Tensor MessageSum::Piece::unreduced(std::int64_t rank) const {
 
 at::Tensor MessageSum::Piece::out() const { return flat_view(part->out, begin, numel); }
 
+std::int64_t MessageSum::Piece::sum_bytes() const {
+  return (part->encoding ? padded_numel(part->encoding->format, numel) : numel) * static_cast<std::int64_t>(sizeof(float));
+}
+
+std::int64_t MessageSum::piece_numel(const ReducePart& part) const {
+  const std::int64_t shard = part.out.numel();
+  if (!part.encoding) return levels_.piece_numel(shard);
+  return levels_.rounded_piece_numel(shard, part.encoding->format, part.unreduced.scalar_type());
+}
+
 std::vector<MessageSum::Piece> MessageSum::pieces(std::span<const ReducePart* const> parts, std::int64_t number) const {
   std::vector<Piece> pieces;
   for (const ReducePart* const part : parts) {
     const std::int64_t shard = part->out.numel();
-    const std::int64_t size = levels_.piece_numel(shard);
+    const std::int64_t size = piece_numel(*part);
     const std::int64_t begin = number * size;
     if (begin >= shard) continue;
     const std::int64_t numel = std::min(size, shard - begin);
-    const std::int64_t per_element = levels_.staging_per_element();
-    const auto staging = flat_view(part->staging, number % 2 * per_element * size, per_element * numel);
+    const auto staged = [&](std::int64_t elements) {
+      if (!part->encoding) return levels_.staging_per_element() * elements;
+      return levels_.rounded_piece_bytes(elements, part->encoding->format, part->unreduced.scalar_type());
+    };
+    const auto staging = flat_view(part->staging, number % 2 * staged(size), staged(numel));
     pieces.push_back({.part = part, .begin = begin, .numel = numel, .staging = staging});
   }
   return pieces;
@@ -47,7 +72,7 @@ std::vector<MessageSum::Piece> MessageSum::pieces(std::span<const ReducePart* co
 std::int64_t MessageSum::count(std::span<const ReducePart* const> parts) const {
   std::int64_t most = 0;
   for (const ReducePart* const part : parts) {
-    const std::int64_t size = levels_.piece_numel(part->out.numel());
+    const std::int64_t size = piece_numel(*part);
     most = std::max(most, (part->out.numel() + size - 1) / size);
   }
   return most;
@@ -70,9 +95,10 @@ void MessageSum::rejoin() noexcept {
   }
 }
 
-/// A backend like NCCL takes the messages between all ranks as one call for each piece. The two levels have messages between few of them.
+/// A backend like NCCL takes the messages between all ranks as one call for each piece. If hosts have several ranks, the two levels have
+/// messages between few of them.
 MessageSum::Works MessageSum::post(std::span<const std::vector<Message>> of_pieces) const {
-  const bool by_lists = !levels_.are_two() && is_like_nccl(*backend_);
+  const bool by_lists = (levels_.ranks == 1 || levels_.hosts == 1) && is_like_nccl(*backend_);
   CoalescedWorks works(*backend_, /*several=*/!by_lists || of_pieces.size() > 1);
   std::vector<at::Tensor> argument(1);
   for (const auto& messages : of_pieces) {
@@ -121,18 +147,19 @@ void MessageSum::sum_neighbours(std::span<const Piece> pieces, double scale) con
   const auto device = pieces.front().part->out.device();
   if (levels_.are_two() && (device.is_cpu() || device_sums().of(device.type()) == nullptr)) {
     for (const Piece& piece : pieces) sum_neighbours_by_operators(piece);
-    return;
-  }
-  std::vector<RankOrderSum> all;
-  for (const Piece& piece : pieces) {
-    auto sums = sums_of_neighbours(piece);
-    if (!levels_.are_two()) {
-      sums.front().out = piece.out();
-      sums.front().end = sum_end(*piece.part, scale);
+  } else {
+    std::vector<RankOrderSum> all;
+    for (const Piece& piece : pieces) {
+      auto sums = sums_of_neighbours(piece);
+      if (!levels_.are_two()) {
+        sums.front().out = piece.out();
+        sums.front().end = sum_end(*piece.part, scale);
+      }
+      std::ranges::move(sums, std::back_inserter(all));
     }
-    std::ranges::move(sums, std::back_inserter(all));
+    rank_order_sums(all);
   }
-  rank_order_sums(all);
+  if (are_encoded(pieces)) encode_rows(pieces.front().part->encoding->format, rows(pieces, Way::kSent));
 }
 
 /// Sums of several hosts are made together: fewer kernels.
@@ -145,7 +172,8 @@ void MessageSum::sum_neighbours_by_operators(const Piece& piece) const {
                              .view({hosts, ranks, part.out.numel()})
                              .select(1, place_)
                              .narrow(1, piece.begin, numel);
-  const at::Tensor sums = flat_view(piece.staging, 0, hosts * kSumElements * numel).view(at::kFloat).view({hosts, numel});
+  const std::int64_t in_row = piece.sum_bytes() / static_cast<std::int64_t>(sizeof(float));
+  const at::Tensor sums = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}).narrow(1, 0, numel);
   const std::int64_t together = std::max<std::int64_t>(1, kSummedTogether / numel);
   for (std::int64_t host = 0; host < hosts; host += together) {
     const std::int64_t count = std::min(together, hosts - host);
@@ -176,36 +204,70 @@ MessageSum::Works MessageSum::send_sums(std::span<const Piece> pieces) const {
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     for (std::int64_t k = 1; k < levels_.hosts; ++k) {
       const std::int64_t host = (host_ + k) % levels_.hosts;
-      of_pieces[i].push_back({.peer = rank_of(host, place_), .received = sum_of(pieces[i], host), .sent = sum_for(pieces[i], host)});
+      auto& message = of_pieces[i].emplace_back(Message{.peer = rank_of(host, place_), .received = {}, .sent = {}});
+      if (pieces[i].part->encoding) {
+        const std::int64_t bytes = encoded_bytes(pieces[i].part->encoding->format, pieces[i].numel);
+        message.received = flat_view(encoded(pieces[i], Way::kReceived), other(host) * bytes, bytes);
+        message.sent = flat_view(encoded(pieces[i], Way::kSent), other(host) * bytes, bytes);
+      } else {
+        message.received = sum_of(pieces[i], host);
+        message.sent = sum_for(pieces[i], host);
+      }
     }
   }
   return post(of_pieces);
 }
 
 void MessageSum::sum_hosts(std::span<const Piece> pieces, double scale) const {
+  if (are_encoded(pieces)) decode_rows(pieces.front().part->encoding->format, rows(pieces, Way::kReceived));
   std::vector<RankOrderSum> all;
   for (const Piece& piece : pieces) {
-    auto& sum = all.emplace_back(RankOrderSum{.sources = {}, .out = piece.out(), .end = sum_end(*piece.part, scale), .apart = host_});
+    auto& sum = all.emplace_back(RankOrderSum{.sources = {}, .out = piece.out(), .end = sum_end(*piece.part, scale)});
+    if (!piece.part->encoding) sum.apart = host_;
     for (std::int64_t host = 0; host < levels_.hosts; ++host) sum.sources.push_back(sum_of(piece, host));
   }
   rank_order_sums(all);
 }
 
 at::Tensor MessageSum::sum_for(const Piece& piece, std::int64_t host) const {
-  const std::int64_t numel = kSumElements * piece.numel;
-  return flat_view(piece.staging, host * numel, numel).view(at::kFloat);
+  return elements_in(piece.staging, host * piece.sum_bytes(), piece.numel, at::kFloat);
 }
 
 at::Tensor MessageSum::sum_of(const Piece& piece, std::int64_t host) const {
-  if (host == host_) return sum_for(piece, host);
-  const std::int64_t numel = kSumElements * piece.numel;
-  return flat_view(piece.staging, (levels_.hosts + (host < host_ ? host : host - 1)) * numel, numel).view(at::kFloat);
+  if (host == host_ || piece.part->encoding) return sum_for(piece, host);
+  return elements_in(piece.staging, (levels_.hosts + other(host)) * piece.sum_bytes(), piece.numel, at::kFloat);
 }
 
 at::Tensor MessageSum::of_neighbour(const Piece& piece, std::int64_t place) const {
-  const std::int64_t behind_sums = levels_.are_two() ? kSumElements * levels_.hosts * piece.numel : 0;
+  const std::int64_t behind_sums = levels_.are_two() ? levels_.hosts * piece.sum_bytes() : 0;
   const std::int64_t numel = levels_.hosts * piece.numel;
-  return flat_view(piece.staging, behind_sums + (place < place_ ? place : place - 1) * numel, numel);
+  const auto bytes = numel * static_cast<std::int64_t>(piece.part->unreduced.itemsize());
+  return elements_in(piece.staging, behind_sums + (place < place_ ? place : place - 1) * bytes, numel, piece.part->unreduced.scalar_type());
+}
+
+at::Tensor MessageSum::encoded(const Piece& piece, Way way) const {
+  const std::int64_t bytes = (levels_.hosts - 1) * encoded_bytes(piece.part->encoding->format, piece.numel);
+  return flat_view(piece.staging, levels_.hosts * piece.sum_bytes() + (way == Way::kSent ? 0 : bytes), bytes);
+}
+
+std::vector<RoundedRows> MessageSum::rows(std::span<const Piece> pieces, Way way) const {
+  std::vector<RoundedRows> all;
+  for (const Piece& piece : pieces) {
+    const ReducePart& part = *piece.part;
+    const auto& [format, key, lost] = *part.encoding;
+    const std::int64_t hosts = levels_.hosts, in_row = padded_numel(format, piece.numel);
+    auto& added = all.emplace_back(RoundedRows{.values = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}),
+                                               .encoded = encoded(piece, way).view({hosts - 1, -1}),
+                                               .numel = piece.numel,
+                                               .own = host_,
+                                               .first = piece.begin / format.block,
+                                               .key = mix(key, static_cast<std::uint64_t>(host_))});
+    // A rank whose gradients do not count contributes zeros, and loses nothing. (A host's sum may have those of others.)
+    const bool counts = levels_.ranks > 1 || gives({&part, 1}, row_.rank);
+    if (way == Way::kReceived || !lost.defined() || !counts) continue;
+    added.lost = flat_view(lost, 0, lost.numel()).view({hosts - 1, part.out.numel()}).narrow(1, piece.begin, piece.numel);
+  }
+  return all;
 }
 
 }  // namespace fsdp::comm

@@ -18,7 +18,6 @@
 #include "comm/collectives/symmetric_memory.h"
 #include "comm/parts.h"
 #include "comm/rank_order_sum.h"
-#include "fsdp/error.h"
 
 namespace fsdp::comm {
 namespace {
@@ -124,11 +123,11 @@ class NativeReduce final : public GroupPending {
     std::optional<c10::StreamGuard> beside;
     if (messages_->levels().are_two() || count > 1) beside.emplace(messages_->stream_behind_current(device()));
     last_pieces_ = messages_->pieces(summed_here_, 0);
-    Works arriving = messages_->send_unreduced(last_pieces_);
+    Works arriving = send(last_pieces_);
     for (std::int64_t next = 1; next < count; ++next) {
       const auto pieces = std::exchange(last_pieces_, messages_->pieces(summed_here_, next));
       // The next pieces take the memory of those before these, which have been added up.
-      Works arriving_next = messages_->send_unreduced(last_pieces_);
+      Works arriving_next = send(last_pieces_);
       wait_all(sum_within_hosts(pieces, std::move(arriving)));
       add_up(pieces);
       arriving = std::move(arriving_next);
@@ -141,10 +140,18 @@ class NativeReduce final : public GroupPending {
     return arriving;
   }
 
-  /// In two levels, waits for the first one, and starts the second. Returns the works that add_up() needs.
+  /// Starts the first level that has messages.
+  Works send(std::span<const MessageSum::Piece> pieces) {
+    const SumLevels& levels = messages_->levels();
+    return levels.are_two() && levels.ranks == 1 ? send_sums(pieces) : messages_->send_unreduced(pieces);
+  }
+  /// In two levels with messages, waits for the first one, and starts the second. Returns the works that add_up() needs.
   Works sum_within_hosts(std::span<const MessageSum::Piece> pieces, Works arriving) {
-    if (!messages_->levels().are_two()) return arriving;
+    if (!messages_->levels().are_two() || messages_->levels().ranks == 1) return arriving;
     wait_all(arriving);
+    return send_sums(pieces);
+  }
+  Works send_sums(std::span<const MessageSum::Piece> pieces) {
     messages_->sum_neighbours(pieces, scale_);
     return messages_->send_sums(pieces);
   }
@@ -166,7 +173,9 @@ class NativeReduce final : public GroupPending {
     return in_place ? flat_view(part.out, 0, part.out.numel()) : flat_view(part.staging, 0, part.out.numel());
   }
 
-  bool needs_sum_here(const ReducePart& part) const { return group_->data != nullptr && !backend_sums(part.unreduced.scalar_type()); }
+  bool needs_sum_here(const ReducePart& part) const {
+    return group_->data != nullptr && (part.encoding || !backend_sums(part.unreduced.scalar_type()));
+  }
 
   std::vector<ReducePart> parts_;
   std::vector<const ReducePart*> summed_here_;
@@ -284,7 +293,9 @@ NativeCommunicator::NativeCommunicator(Row row, c10::intrusive_ptr<c10d::Backend
                                        int ranks_per_host, Group::Ends ends, std::int64_t piece_staging)
     : GroupCommunicator(std::move(row), std::move(control), backend, /*shared=*/nullptr, ends, when_compared(backend.get())),
       messages_(std::make_shared<MessageSum>(group()->row, group()->data, SumLevels::of(size(), ranks_per_host, piece_staging))),
-      traffic_(Traffic::by_backend(size(), messages_->levels())) {}
+      rounded_messages_(
+          std::make_shared<MessageSum>(group()->row, group()->data, SumLevels::of_rounded(size(), ranks_per_host, piece_staging))),
+      traffic_(Traffic::by_backend(size(), ranks_per_host, piece_staging)) {}
 
 bool NativeCommunicator::is_alone() const { return size() == 1 && group()->data == nullptr; }
 
@@ -328,13 +339,8 @@ std::unique_ptr<GroupPending> NativeCommunicator::make_uneven(const Call& call, 
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts,
                                                               double scale) {
-  if (size() > 1 && std::ranges::any_of(parts, [](const ReducePart& part) { return part.encoding.has_value(); })) {
-    throw Error(
-        "unit '" + std::string(label.unit) + "', rank " + std::to_string(group()->row.global_rank(rank())) +
-        ": grad_comm_format needs messages of libfsdp over Gloo, and this mesh reduces by another backend; leave it out, or make the "
-        "mesh over Gloo");
-  }
-  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, messages_);
+  const bool is_rounded = std::ranges::any_of(parts, [](const ReducePart& part) { return part.encoding.has_value(); });
+  return std::make_unique<NativeReduce>(group(), call, label, parts, scale, is_rounded ? rounded_messages_ : messages_);
 }
 
 std::unique_ptr<GroupPending> NativeCommunicator::make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,

@@ -14,7 +14,8 @@ namespace fsdp::comm {
 /// Collectives by the backend's own all-gather, reduce-scatter and all-to-all, without waiting on the host where the device has streams:
 /// for NCCL (any c10d backend does). The first gather into a block of symmetric memory finds the peers' blocks, for which the host waits.
 /// The backend sums fp32 and fp64. It would sum bfloat16 and half in these dtypes, so they are sent as messages and summed here, in fp32
-/// and in rank order (MessageSum). If hosts have more than two ranks each, this takes two levels.
+/// and in rank order (MessageSum). If hosts have more than two ranks each, this takes two levels. [Rounded once] So are gradients of any
+/// dtype with an encoding.
 class NativeCommunicator final : public GroupCommunicator {
  public:
   /// `backend` moves tensors, `control` (Gloo) the small CPU messages. In a row of one rank, `control` is null, and so is `backend` if
@@ -42,6 +43,7 @@ class NativeCommunicator final : public GroupCommunicator {
   void connect(c10::Device device);
 
   const std::shared_ptr<MessageSum> messages_;
+  const std::shared_ptr<MessageSum> rounded_messages_;  // of parts with an encoding
   const Traffic traffic_;
   bool is_connected_ = false;
 };

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "support/hosts.h"
 #include "support/logging_device.h"
 #include "support/multi_rank.h"
+#include "support/native_world.h"
 #include "support/temporary_folder.h"
 
 namespace fsdp::comm {
@@ -37,62 +37,13 @@ struct Hosts {
   std::int64_t piece_staging = SumLevels::kPieceStaging;
 };
 
-/// A Gloo backend in the place of NCCL's, which counts what it sends.
-class CountingBackend final : public c10d::Backend {
- public:
-  explicit CountingBackend(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), sent(static_cast<std::size_t>(gloo_->getSize())) {}
-
-  const std::string getBackendName() const override { return "counting"; }
-  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    sent[static_cast<std::size_t>(peer)] += static_cast<std::int64_t>(tensors[0].nbytes());
-    return gloo_->send(tensors, peer, tag);
-  }
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override {
-    return gloo_->recv(tensors, peer, tag);
-  }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::ReduceScatterOptions& options) override {
-    return gloo_->_reduce_scatter_base(output, input, options);
-  }
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override { return gloo_->barrier(options); }
-
- private:
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
-
- public:
-  std::vector<std::int64_t> sent;  ///< Bytes of messages, by peer.
-};
-
-struct NativeWorld {
-  c10::intrusive_ptr<CountingBackend> backend;
-  std::unique_ptr<NativeCommunicator> communicator;
-};
-
-/// As a mesh makes it over NCCL. `ranks_per_host` is what the mesh would have found out.
-NativeWorld native_world(int ranks_per_host, std::int64_t piece_staging) {
-  const World world = read_world(process_environment);
-  Row row{.dim = "dp_shard",
-          .rank = world.rank,
-          .global_ranks = std::vector<std::int64_t>(static_cast<std::size_t>(world.size)),
-          .world_size = world.size};
-  std::iota(row.global_ranks.begin(), row.global_ranks.end(), 0);
-  Rendezvous rendezvous(world, "test", std::chrono::seconds(30));
-  const auto backend = c10::make_intrusive<CountingBackend>(rendezvous.gloo_group(row, "data"));
-  auto control = rendezvous.gloo_group(row, "control");
-  auto communicator =
-      std::make_unique<NativeCommunicator>(row, backend, std::move(control), ranks_per_host, Group::Ends::kElsewhere, piece_staging);
-  communicator->barrier();
-  return {.backend = backend, .communicator = std::move(communicator)};
-}
-
 class MessageSumOfHosts : public ::testing::TestWithParam<Hosts> {
  protected:
   /// fn(communicator, backend), on all ranks.
   template <typename Fn>
   static void run(const Fn& fn) {
     run_ranks(GetParam().count * GetParam().ranks, [&] {
-      const auto world = native_world(GetParam().ranks, GetParam().piece_staging);
+      const auto world = testing::counting_world(GetParam().ranks, GetParam().piece_staging);
       fn(*world.communicator, *world.backend);
     });
   }
@@ -108,7 +59,7 @@ at::Tensor expected_sum_of(const std::vector<at::Tensor>& sources, const at::Ten
 }
 
 TEST_P(MessageSumOfHosts, AddsUpInTheOrderOfTheHosts) {
-  run([](NativeCommunicator& communicator, const CountingBackend&) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend&) {
     const int ranks = GetParam().ranks;
     Reduce reduce(communicator, kNarrow, 9, 1.0 / 3);
     for (std::size_t i = 0; i < kNarrow.size(); ++i) {
@@ -136,7 +87,7 @@ TEST_P(MessageSumOfHosts, AddsUpInTheOrderOfTheHosts) {
 }
 
 TEST_P(MessageSumOfHosts, EveryByteCrossesOncePerHost) {
-  run([](NativeCommunicator& communicator, const CountingBackend& backend) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend& backend) {
     const auto [hosts, ranks, piece_staging] = GetParam();
     communicator.reset_stats();
     Reduce narrow(communicator, kNarrow, 9, 1);
@@ -157,7 +108,7 @@ TEST_P(MessageSumOfHosts, EveryByteCrossesOncePerHost) {
 
 // Nothing is summed here then, and one level is enough.
 TEST_P(MessageSumOfHosts, EmptyPartsNeedNoMessages) {
-  run([](NativeCommunicator& communicator, const CountingBackend& backend) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend& backend) {
     Reduce reduce(communicator, {{.numel = 0, .dtype = at::kBFloat16}, {.numel = 65, .dtype = at::kFloat}}, 9, 0.5);
     reduce.parts[1].unreduced.fill_(1);
     communicator.reduce_scatter(reduce.parts, 0.5, kReduce)->wait();
@@ -168,7 +119,7 @@ TEST_P(MessageSumOfHosts, EmptyPartsNeedNoMessages) {
 
 // What the backend sums has one level, in the same collective.
 TEST_P(MessageSumOfHosts, GoesBesideTheSumsOfTheBackend) {
-  run([](NativeCommunicator& communicator, const CountingBackend&) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend&) {
     const auto [hosts, ranks, piece_staging] = GetParam();
     communicator.reset_stats();
     std::vector<PieceShape> shapes = {kNarrow[0], {.numel = 65, .dtype = at::kFloat}, kNarrow[2], {.numel = 7, .dtype = at::kDouble}};
@@ -186,7 +137,7 @@ TEST_P(MessageSumOfHosts, GoesBesideTheSumsOfTheBackend) {
 }
 
 TEST_P(MessageSumOfHosts, SeveralMayBeInFlight) {
-  run([](NativeCommunicator& communicator, const CountingBackend&) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend&) {
     std::vector<Reduce> reduces;
     std::vector<std::unique_ptr<Pending>> pending;
     for (int i = 0; i < 3; ++i) {
@@ -206,7 +157,7 @@ TEST_P(MessageSumOfHosts, SeveralMayBeInFlight) {
 }
 
 TEST_P(MessageSumOfHosts, StagingHasRoomForWhatIsReceivedAndForSums) {
-  run([](NativeCommunicator& communicator, const CountingBackend&) {
+  run([](NativeCommunicator& communicator, const testing::CountingBackend&) {
     const auto [hosts, ranks, piece_staging] = GetParam();
     const std::int64_t of_each = hosts == 1 ? ranks - 1 : 2 * hosts + std::max((ranks - 1) * hosts, 2 * (hosts - 1));
     EXPECT_EQ(communicator.staging_numel(10, at::kBFloat16), 10 * of_each);
@@ -242,6 +193,25 @@ TEST(SumLevels, PiecesAreOfLargeShardsAndNotTooSmall) {
   const SumLevels many{.ranks = 8, .hosts = 2048, .piece_staging = 512 * 64};
   EXPECT_EQ(many.piece_numel(1000), 64) << "a message has some length";
   EXPECT_EQ((SumLevels{.ranks = 1}).staging_numel(1000), 0);
+}
+
+// The rows of two hosts, and behind them the neighbours' gradients or what the hosts send each other.
+TEST(SumLevels, OfRoundedContributionsHavePiecesOfBlocks) {
+  EXPECT_EQ(SumLevels::of_rounded(6, 3).hosts, 2);
+  EXPECT_EQ(SumLevels::of_rounded(4, 2).hosts, 2);
+  EXPECT_EQ(SumLevels::of_rounded(6, 1).hosts, 6);
+  EXPECT_EQ(SumLevels::of_rounded(6, 6).hosts, 6) << "on one host, each rank rounds";
+  const GradCommFormat format{.bits = 8, .block = 128};
+  const SumLevels levels{.ranks = 2, .hosts = 2, .piece_staging = 5 * 1024};
+  EXPECT_EQ(levels.rounded_piece_bytes(1000, format, at::kBFloat16), 2 * 1000 * 4 + 2 * 1000 * 2);
+  const SumLevels flat{.ranks = 1, .hosts = 2, .piece_staging = 5 * 1024};
+  EXPECT_EQ(flat.rounded_piece_bytes(1000, format, at::kFloat), (2 * 1000 * 4 + 2 * (7 * 132 + 108) + 15) / 16 * 16);
+  // Of a block: 1,024 bytes of rows, and 512 of gradients.
+  EXPECT_EQ(levels.rounded_piece_numel(12 * 128, format, at::kBFloat16), 12 * 128);
+  EXPECT_EQ(levels.rounded_piece_numel(12 * 128 + 1, format, at::kBFloat16), 6 * 128);
+  EXPECT_EQ(levels.rounded_staging_bytes(12 * 128 + 1, format, at::kBFloat16), 12 * 1536);
+  EXPECT_EQ(levels.rounded_piece_numel(100'000, {.block = 8192}, at::kFloat), 8192) << "at least a block";
+  EXPECT_EQ((SumLevels{.ranks = 4}).rounded_staging_bytes(1000, format, at::kFloat), 0) << "nobody to send to";
 }
 
 TEST(MessageSum, SumsRunOnOneStreamBehindTheCurrentOne) {

@@ -41,14 +41,15 @@ struct Case {
   bool checkpoint = false;
   int microbatches = 1;  ///< All but the last without reductions.
   std::optional<double> max_norm = {};
-  bool scaled = false;        ///< By a GradScaler.
-  bool moves = false;         ///< Every second step is on another stream.
+  bool scaled = false;  ///< By a GradScaler.
+  bool moves = false;   ///< Every second step is on another stream.
+  std::optional<fsdp::GradCommFormat> grad_comm = {};
   std::string fails_at = {};  ///< In the second step, the observer of the model throws at this event; the step is then made again.
 
   std::string name() const {
     return strategy + (hfsdp ? ", HFSDP" : "") + (bf16 ? ", bf16" : ", fp32") + (offload != Offload::kNone ? ", offload" : "") +
            (checkpoint ? ", checkpoint" : "") + (microbatches > 1 ? ", microbatches" : "") + (max_norm ? ", clipped" : "") +
-           (scaled ? ", scaled" : "") + (moves ? ", moves" : "") + fails_at;
+           (scaled ? ", scaled" : "") + (moves ? ", moves" : "") + (grad_comm ? ", rounded" : "") + fails_at;
   }
 };
 
@@ -65,6 +66,7 @@ class Trainee {
     fsdp::FullyShardOptions options{
         .mesh = mesh, .units = stack_units(), .placements = Placements::from_name(c.strategy), .offload = c.offload};
     if (c.hfsdp) options.outer_placements = Placements::optim();
+    options.grad_comm_format = c.grad_comm;
     if (c.bf16) options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16};
     handle_.emplace(fsdp::fully_shard(*model_, options));
     optimizer_.emplace(*model_, fsdp::AdamWOptions{.lr = 1e-2});
@@ -143,8 +145,8 @@ std::vector<MeshDim> dims(bool two) {
 
 /// Each case on the device as on the CPU. The first one of each precision stands for the CPU's bits of all, as strategies have the same.
 void expect_the_cpus_bits(const std::vector<Case>& cases, bool two_dimensions,
-                          const std::function<void(const Case&, const Outcome&)>& check = {}) {
-  const auto cpu = fsdp::init_device_mesh("cpu", dims(two_dimensions));
+                          const std::function<void(const Case&, const Outcome&)>& check = {}, bool shared_memory = true) {
+  const auto cpu = fsdp::init_device_mesh("cpu", dims(two_dimensions), {.shared_memory = shared_memory});
   const auto mesh = device_mesh(dims(two_dimensions));
   std::map<bool, Outcome> expected;
   for (const Case& c : cases) {
@@ -238,6 +240,20 @@ TEST(DeviceTraining, WithClippedGradients) {
 TEST(DeviceTraining, WithScaledLosses) {
   run_ranks_on_device(2, [] {
     expect_the_cpus_bits({{.scaled = true}, {.bf16 = true, .max_norm = 0.1, .scaled = true}}, false, expect_one_host_wait);
+  });
+}
+
+// Ranks of a device round what they send each other, and so do CPUs that share no memory. With two dimensions, both reduce.
+TEST(DeviceTraining, WithRoundedGradients) {
+  const fsdp::GradCommFormat four{.bits = 4, .block = 64, .hadamard = true, .stochastic_rounding = true, .error_feedback = true};
+  run_ranks_on_device(4, [&] {
+    for (const bool two : {false, true}) {
+      for (const int microbatches : {1, 2}) {
+        expect_the_cpus_bits(
+            {{.microbatches = microbatches, .grad_comm = four}, {.bf16 = true, .microbatches = microbatches, .grad_comm = four}}, two,
+            expect_no_host_waits, /*shared_memory=*/false);
+      }
+    }
   });
 }
 

@@ -110,13 +110,23 @@ TEST(GradCommFormats, WhatIsRefused) {
     const fsdp::MixedPrecisionPolicy in_double = {.grad_comm_dtype = at::kDouble};
     const auto text = error({.mixed_precision = in_double, .grad_comm_format = GradCommFormat{}});
     EXPECT_TRUE(fsdp::testing::has(text, "are sent in float64")) << text;
-    // A mesh of GPUs, by a plan, which needs none.
-    auto model = make_stack();
-    const auto plan = [&] {
-      fsdp::plan(*model, {.mesh = fsdp::planned_device_mesh("cuda", {{"dp_shard", 8}}), .grad_comm_format = GradCommFormat{}}, {});
-    };
-    EXPECT_TRUE(fsdp::testing::has(fsdp::testing::message_of(plan), "on a mesh of cuda"));
   });
+}
+
+// By a plan, which needs none. Hosts of two ranks send each other their sums.
+TEST(GradCommFormats, GpusSendThem) {
+  const auto reduced_bytes = [](std::int64_t ranks_per_host, const std::optional<GradCommFormat>& format) {
+    auto model = make_stack();
+    const FullyShardOptions options{.mesh = fsdp::planned_device_mesh("cuda", {{"dp_shard", 4}}, {.ranks_per_host = ranks_per_host}),
+                                    .units = stack_units(),
+                                    .grad_comm_format = format};
+    return fsdp::plan(*model, options, {}).wire.reduce_scatter_bytes;
+  };
+  const auto exact = reduced_bytes(1, {});
+  EXPECT_LT(reduced_bytes(1, GradCommFormat{}), exact * 2 / 5);
+  // Two of the three shards that each rank sends go to its neighbour, and a third of the bytes are rounded.
+  EXPECT_GT(reduced_bytes(2, GradCommFormat{}), exact * 2 / 3);
+  EXPECT_LT(reduced_bytes(2, GradCommFormat{}), exact * 4 / 5);
 }
 
 }  // namespace grad_comm_format_test
