@@ -77,9 +77,9 @@ GatherFormat: TypeAlias = Float8Blocks | Int4Differences
 class GradCommFormat:
     """Messages send gradients as integers of 8 or 4 bits, with a scale in fp32 for each block of elements.
 
-    What ranks of one host read from each other's memory, and what a rank adds to its own shard, is not rounded. A scale is
-    the block's largest magnitude divided by 127 or 7. Sums run in fp32. A block with NaN or infinity becomes NaN. (ZeRO++;
-    SDP4Bit.)
+    What ranks of one host read from each other's memory, and what a rank adds to its own shard, is not rounded. With NCCL on
+    several hosts, what ranks of one host send each other is not rounded either. A scale is the block's largest magnitude
+    divided by 127 or 7. Sums run in fp32. A block with NaN or infinity becomes NaN. (ZeRO++; SDP4Bit.)
 
     Attributes:
         bits: the number of bits of each element: 8 or 4.

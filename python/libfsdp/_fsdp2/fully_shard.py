@@ -82,7 +82,7 @@ def fully_shard(
         gather_format: the format in which gathers send a parameter: :class:`Float8Blocks`, :class:`Int4Differences`, or None
             for the dtype of the computation.
         grad_comm_format: the format in which messages send gradients, in 8 or 4 bits: :class:`GradCommFormat`, or None for
-            the policy's dtype. On CPUs only.
+            the policy's dtype.
         keep_gathered_bytes: the number of bytes of unsharded parameters that stay gathered from forward into backward, in
             the units that forward used first. The value of the root's call counts.
         memory_budget: how many bytes of its device each rank may use, as a number, a size such as "60GiB" (60 * 2**30) or
@@ -111,7 +111,7 @@ def fully_shard(
         The given module or modules, whose class has been changed to one that is also an :class:`FSDPModule`.
 
     Raises:
-        Error: for a ``grad_comm_format`` of gradients in float64, or of other devices than CPUs.
+        Error: for a ``grad_comm_format`` of gradients in float64.
         ValueError: for containers without a forward, meshes of other than one or two dimensions, scalar parameters, a
             ``reshard_after_forward`` that does not divide the ranks, options that do not fit each other, a module around which
             another one was sharded before, and without a mesh, if no process group can be initialised.
