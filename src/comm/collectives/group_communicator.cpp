@@ -329,8 +329,8 @@ std::unique_ptr<Pending> GroupCommunicator::reduce_scatter(std::span<const Reduc
   const std::int64_t bytes = check_parts(parts, *this);
   auto pending = make_reduce(begin(label, bytes, sizes_of(parts)), label, parts, scale);
   pending->start();
-  const bool sends = sends_zeros() || gives(parts, rank());
-  const auto [wire, shared_memory] = sends ? sent_in_reduction(traffic(), parts, bytes) : Sent{};
+  const Sent sent = sent_in_reduction(traffic(), parts, bytes);
+  const auto [wire, shared_memory] = gives(parts, rank()) ? sent : sent_by_absent(sent);
   stats_.reduce_scatter_bytes += wire + shared_memory;
   stats_.shared_memory_bytes += shared_memory;
   ++stats_.reduce_scatters;

@@ -92,8 +92,8 @@ class GroupCommunicator : public Communicator {
   virtual std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts,
                                                      int root) = 0;
 
-  /// Whether a rank whose gradients do not count in a reduction sends zeros.
-  virtual bool sends_zeros() const { return false; }
+  /// What a rank whose gradients do not count sends in a reduction in which another rank sends `sent`. By default, nothing.
+  virtual Sent sent_by_absent(const Sent& /*sent*/) const { return {}; }
 
   const std::shared_ptr<Group>& group() const { return group_; }
 

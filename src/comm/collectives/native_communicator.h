@@ -38,7 +38,7 @@ class NativeCommunicator final : public GroupCommunicator {
                                             const std::vector<bool>& receives) override;
   std::unique_ptr<GroupPending> make_reduce(const Call& call, const Label& label, std::span<const ReducePart> parts, double scale) override;
   std::unique_ptr<GroupPending> make_scatter(const Call& call, const Label& label, std::span<const ScatterPart> parts, int root) override;
-  bool sends_zeros() const override { return true; }
+  Sent sent_by_absent(const Sent& sent) const override { return sent; }  // zeros
 
   void connect(c10::Device device);
 
