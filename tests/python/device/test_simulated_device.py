@@ -394,6 +394,39 @@ def test_megatron(strategy: str) -> None:
     assert take_reports() == []
 
 
+@pytest.mark.parametrize("compute", [None, bf16])
+@on_ranks(2)
+def test_rounded_gradients(compute: torch.dtype | None) -> None:
+    """They are the same in each run, and near those that are not rounded. (tests/cpp/device has the bits of CPUs.)"""
+
+    def gradients(form: libfsdp.GradCommFormat | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(1)
+        model: Any = nn.Linear(400, 30).to(device.TYPE)
+        policy = libfsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute)
+        libfsdp.fully_shard(model, mesh=mesh_of(1), mp_policy=policy, grad_comm_format=form)
+        sums = []
+        before = 0
+        for step in range(3):
+            if step == 2:
+                before = libfsdp.wire_stats(model)["reduce_scatter_bytes"]
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(8, 400, generator=generator).to(device.TYPE)).square().sum().backward()
+            sums += [full(parameter.grad).cpu() for parameter in model.parameters()]
+            model.zero_grad()
+        return sums, libfsdp.wire_stats(model)["reduce_scatter_bytes"] - before
+
+    form = libfsdp.GradCommFormat(bits=8, hadamard=True, stochastic_rounding=True, error_feedback=True)
+    (rounded, sent), (again, _), (exact, sent_exactly) = (gradients(one) for one in (form, form, None))
+    assert all(map(torch.equal, rounded, again))
+    assert not any(map(torch.equal, rounded, exact))
+    for one, other in zip(rounded, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.05 * other.abs().max().item())
+    # A shard of the weight has 46 blocks of 128 elements, and one of 112 that takes as much; that of the bias has 15, in 16.
+    assert sent == 47 * 132 + 20
+    assert sent_exactly == 6015 * (2 if compute else 4)
+    assert take_reports() == []
+
+
 @on_ranks(2)
 def test_gradients_on_the_host_keep_their_memory() -> None:
     """Those that somebody still has are not written over, and else their memory serves again: pinning it takes long."""
