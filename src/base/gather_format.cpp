@@ -58,8 +58,8 @@ void narrow_by_operators(const at::Tensor& main, const at::Tensor& encoded, std:
   const auto blocks = main.to(at::kFloat).unflatten(1, {main.size(1) / block, block});
   const auto largest = blocks.abs().amax(-1);
   // The smallest power of two by which the largest magnitude fits: x = m * 2^e with m in [0.5, 1), so 2^e, or 2^(e-1) if x is a power
-  // itself.
-  const auto [mantissa, power] = at::frexp(largest / kLargestFloat8);
+  // itself. By a tensor: on CUDA, torch multiplies by the inverse of a number.
+  const auto [mantissa, power] = at::frexp(largest / at::full_like(largest, kLargestFloat8));
   const auto exponent = (power - mantissa.eq(0.5).to(power.scalar_type())).clamp_(-kBias, kBias).masked_fill_(mantissa.eq(0), -kBias);
   piece.scale_bytes.copy_(exponent.add_(kBias).masked_fill_(largest.isfinite().logical_not_(), kNanScale));
   piece.elements.copy_(blocks / piece.scales());
