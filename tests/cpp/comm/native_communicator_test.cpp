@@ -74,7 +74,7 @@ TEST_P(NativeCommunicatorOfSize, SumsNarrowDtypesInRankOrder) {
 }
 
 TEST_P(NativeCommunicatorOfSize, RanksThatGiveNothingCountAsZero) {
-  run_ranks(GetParam(), [] { testing::check_reductions_of_some(*native_world(), kSummedHere, /*sends_zeros=*/true); });
+  run_ranks(GetParam(), [] { testing::check_reductions_of_some(*native_world(), kSummedHere, /*all_send=*/true); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, NativeCommunicatorOfSize, ::testing::Values(1, 2, 3));

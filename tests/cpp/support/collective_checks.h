@@ -174,8 +174,8 @@ struct Reduce {
   std::vector<at::Tensor> expected;
 };
 
-/// Reductions to which all ranks but the last give, the last one alone, every other one, and none.
-inline void check_reductions_of_some(comm::Communicator& communicator, const std::vector<PieceShape>& shapes, bool sends_zeros = false) {
+/// Reductions to which all ranks but the last give, the last one alone, every other one, and none. `all_send`: those that do not give, too.
+inline void check_reductions_of_some(comm::Communicator& communicator, const std::vector<PieceShape>& shapes, bool all_send = false) {
   const auto size = static_cast<std::size_t>(communicator.size());
   std::vector<std::vector<bool>> sets(4, std::vector<bool>(size));
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -188,7 +188,7 @@ inline void check_reductions_of_some(comm::Communicator& communicator, const std
     Reduce reduce(communicator, shapes, 5, 1.0 / 3, gives);
     communicator.reduce_scatter(reduce.parts, 1.0 / 3, kReduce)->wait();
     reduce.check();
-    const bool sends = size > 1 && (sends_zeros || gives[static_cast<std::size_t>(communicator.rank())]);
+    const bool sends = size > 1 && (all_send || gives[static_cast<std::size_t>(communicator.rank())]);
     EXPECT_EQ(communicator.stats().reduce_scatter_bytes > 0, sends);
   }
 }
