@@ -3,9 +3,13 @@
 #include <cstdint>
 
 #include "base/element.h"
+#include "base/host_device.h"
 
-// The arithmetic of blocks that several formats share, on the CPU.
+// The arithmetic of blocks that several formats share. Functions of whole blocks are for the CPU.
 namespace fsdp {
+
+/// Returns the integer of 4 bits in the lower bits of `code`. Its other bits do not matter.
+FSDP_ELEMENT float int4_value(std::uint32_t code) { return static_cast<float>(static_cast<std::int32_t>((code & 15u) ^ 8u) - 8); }
 
 /// Replaces `numel` values, a power of two, by their Hadamard transform without its factor. Twice the transform is the values times
 /// `numel`.

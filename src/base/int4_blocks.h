@@ -59,7 +59,6 @@ FSDP_ELEMENT std::uint32_t int4_code(float value, float scale) {
   const float scaled = scale > 0 ? value / scale : 0;
   return bits_of(scaled + 12582912.0f) & 0xfu;
 }
-FSDP_ELEMENT float int4_value(std::uint32_t code) { return static_cast<float>(static_cast<std::int32_t>(code << 28) >> 28); }
 
 inline void encode_int4_block(const Int4Pieces& given, std::int64_t number) {
   const float* values = static_cast<const float*>(given.values) + number * given.block;

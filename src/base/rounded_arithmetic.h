@@ -46,8 +46,7 @@ FSDP_HOST_DEVICE inline void transform_in_pairs(const Team& team, float* values,
   }
 }
 
-/// The largest integer.
-FSDP_ELEMENT float levels_of(const GradCommFormat& format) { return format.bits == 8 ? 127.0f : 7.0f; }
+FSDP_ELEMENT float largest_integer(const GradCommFormat& format) { return format.bits == 8 ? 127.0f : 7.0f; }
 
 /// The number of integers that are sent for a block with `numel` elements.
 FSDP_HOST_DEVICE inline std::int64_t integers_of(const GradCommFormat& format, std::int64_t numel) {
@@ -88,9 +87,6 @@ FSDP_ELEMENT float clamped_integer(float quotient, float most) {
 /// The integer's two's complement in the lower bits.
 FSDP_ELEMENT std::uint32_t bits_of_integer(float integer) { return static_cast<std::uint32_t>(static_cast<std::int32_t>(integer)); }
 
-/// The integer of 4 bits.
-FSDP_ELEMENT float integer_of_bits(std::uint32_t bits) { return static_cast<float>(static_cast<std::int32_t>(bits ^ 8u) - 8); }
-
 /// It is its own inverse, except for rounding. `count` is a power of two.
 template <typename Team>
 FSDP_HOST_DEVICE inline void walsh_hadamard(const Team& team, float* values, std::int64_t count) {
@@ -108,7 +104,7 @@ FSDP_HOST_DEVICE inline void encode_rounded(const Team& team, const GradCommForm
   if (lost != nullptr) team.for_each(numel, [=](std::int64_t i) { lost[i] = values[i] += lost[i]; });
   team.for_each(integers - numel, [=](std::int64_t i) { values[numel + i] = 0; });
   if (format.hadamard) walsh_hadamard(team, values, integers);
-  const float most = levels_of(format);
+  const float most = largest_integer(format);
   const std::uint32_t largest = team.largest(values, integers);
   const float scale = largest >= kInfinity ? float_of(kNan) : float_of(largest) / most;
   if (!(scale > 0)) {
@@ -151,8 +147,8 @@ FSDP_HOST_DEVICE inline void decode_rounded(const Team& team, const GradCommForm
   } else {
     float* const second = values + integers / 2;
     team.for_each(integers / 2, [=](std::int64_t i) {
-      values[i] = integer_of_bits(codes[i] & 15u) * scale;
-      second[i] = integer_of_bits(codes[i] >> 4) * scale;
+      values[i] = int4_value(codes[i]) * scale;
+      second[i] = int4_value(codes[i] >> 4) * scale;
     });
   }
   if (format.hadamard) walsh_hadamard(team, values, integers);
@@ -163,8 +159,7 @@ FSDP_ELEMENT std::uint32_t key_of_block(std::uint64_t key, std::int64_t number) 
   return static_cast<std::uint32_t>(scrambled(key + static_cast<std::uint64_t>(number)) >> 32);
 }
 
-/// The contributions of one sender for several receivers, or those of several senders; see RoundedRows. Row r of `values` is of number r.
-/// The other rows have none for `own`.
+/// RoundedRows as a kernel gets them. `values` has a row for every number; `encoded` and `lost` have none for `own`.
 struct RoundedPart {
   float* values = nullptr;
   std::int64_t value_stride = 0;
@@ -172,7 +167,7 @@ struct RoundedPart {
   std::int64_t encoded_stride = 0;
   float* lost = nullptr;
   std::int64_t lost_stride = 0;
-  std::int64_t rows = 0;  ///< Without that of `own`.
+  std::int64_t rows = 0;  ///< Of `encoded`.
   std::int64_t own = 0;
   std::int64_t numel = 0;
   std::int64_t first = 0;

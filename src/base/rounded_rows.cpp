@@ -119,7 +119,7 @@ at::Tensor draws(const RowBlocks& blocks, std::uint64_t key) {
 }
 
 void encode_by_operators(const GradCommFormat& format, const RoundedRows& rows) {
-  const float most = levels_of(format);
+  const float most = largest_integer(format);
   for_blocks(format, rows, [&](const RowBlocks& blocks) {
     const std::int64_t integers = blocks.values.size(2);
     const auto elements = blocks.values.narrow(2, 0, blocks.elements);

@@ -11,8 +11,8 @@
 // results have the same bits, except for the sign of zeros.
 namespace fsdp {
 
-/// The contributions of one sender, each for another receiver, or of several senders for one receiver. The ranks or hosts have numbers, of
-/// which one is `own`: the sender, or that receiver.
+/// Contributions of one sender to all receivers, which are encoded, or of all senders to one receiver, which are decoded. Senders and
+/// receivers are numbers of ranks, or of hosts. `own` is the number of the one sender, or of the one receiver.
 struct RoundedRows {
   at::Tensor values;     ///< [numbers, padded_numel(numel)] in fp32. The row `own` is neither read nor written.
   at::Tensor encoded;    ///< [numbers - 1, encoded_bytes(numel)], kByte: the rows without `own`.
@@ -29,7 +29,7 @@ void encode_rows(const GradCommFormat& format, std::span<const RoundedRows> all)
 /// Decodes contributions into `values`.
 void decode_rows(const GradCommFormat& format, std::span<const RoundedRows> all);
 
-/// The last dimension, as hadamard_transform does it.
+/// Returns the Hadamard transform of the last dimension, with the bits of hadamard_transform.
 at::Tensor hadamard_by_operators(const at::Tensor& blocks);
 
 }  // namespace fsdp

@@ -41,8 +41,6 @@ class RowFailure : public std::runtime_error {
 /// parenthesis.
 std::string of_unit(std::string_view unit);
 
-using fsdp::mix;
-
 // Tags of messages. c10d takes 31 bits; the upper ones identify the kind of a message, so that messages of different kinds never match.
 namespace tags {
 

@@ -55,7 +55,7 @@ Agreement agree_on_model(const comm::Ranks& ranks, const std::string& text, std:
   static std::atomic<std::int64_t> last = 0;
   const auto hash = static_cast<std::int64_t>(stable_hash(text));
   std::uint64_t of_values = 0;
-  for (const auto value : first_values) of_values = comm::mix(of_values, static_cast<std::uint64_t>(value));
+  for (const auto value : first_values) of_values = mix(of_values, static_cast<std::uint64_t>(value));
   const std::vector<std::int64_t> facts = {last + 1, hash, static_cast<std::int64_t>(of_values)};
   const auto all = ranks.exchange(at::tensor(facts, at::kLong), {.operation = "agreement on a model", .unit = "(model)"});
   const auto number = all.select(1, 0).max().item<std::int64_t>();

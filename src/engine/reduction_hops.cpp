@@ -50,8 +50,8 @@ std::optional<comm::Encoding> Reducer::encoding(const GradientAccumulator& gradi
   const auto& ranks = hop == Hop::kInnerReduce ? *unit.communicators.reduce : *unit.communicators.outer;
   const std::int64_t contributions = ranks.traffic().contributions();
   if (!format || contributions == 0) return std::nullopt;
-  std::uint64_t key = comm::mix(stable_hash(unit.name), format->seed);
-  for (const std::uint64_t part : {std::uint64_t{k}, gradients.reductions, static_cast<std::uint64_t>(hop)}) key = comm::mix(key, part);
+  std::uint64_t key = mix(stable_hash(unit.name), format->seed);
+  for (const std::uint64_t part : {std::uint64_t{k}, gradients.reductions, static_cast<std::uint64_t>(hop)}) key = mix(key, part);
   if (!format->error_feedback) return comm::Encoding{.format = *format, .key = key};
   lost.parts.resize(unit.layout.trainable_sub_buffers());
   if (!lost.parts[k].defined()) {

@@ -162,7 +162,7 @@ void Unit::rename(std::string unit, std::vector<std::string> parameter_names) {
   name = std::move(unit);
   for (std::size_t i = 0; i < parameter_names.size(); ++i) parameters[i].name = std::move(parameter_names[i]);
   layout_hash = stable_hash(describe());
-  const auto add = [&](std::int64_t value) { layout_hash = comm::mix(layout_hash, static_cast<std::uint64_t>(value)); };
+  const auto add = [&](std::int64_t value) { layout_hash = mix(layout_hash, static_cast<std::uint64_t>(value)); };
   for (const auto& position : layout.positions()) {
     add(static_cast<std::int64_t>(position.sub_buffer));
     add(position.offset);

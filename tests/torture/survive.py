@@ -6,9 +6,9 @@
 folders of their own stand for hosts; with --network, so do network and process namespaces (bench/harness/hosts.py).
 Nothing is saved to the disk before the end of a run, so each restart that goes on has read from memory only. Each restart
 takes the newest step that was complete in memory when the last rank had ended, and nothing hangs. As a save waits for the
-one before, no more steps are repeated than lie between three saves; with --wait, for which training waits for each save,
-no more than between two. When a run is through, its checkpoint must have the
-bits of a run without kills, and no folder may be left in memory.
+one before, no more steps are repeated than lie between three saves. With --wait, training waits for each save, and no more
+are repeated than lie between two. When a run is through, its checkpoint must have the bits of a run without kills, and no
+folder may be left in memory.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ void MessageSum::sum_neighbours(std::span<const Piece> pieces, double scale) con
     }
     rank_order_sums(all);
   }
-  if (are_encoded(pieces)) encode_rows(pieces.front().part->encoding->format, rows(pieces, Way::kSent));
+  if (are_encoded(pieces)) encode_rows(pieces.front().part->encoding->format, rows(pieces, Direction::kSent));
 }
 
 /// Sums of several hosts are made together: fewer kernels.
@@ -207,8 +207,8 @@ MessageSum::Works MessageSum::send_sums(std::span<const Piece> pieces) const {
       auto& message = of_pieces[i].emplace_back(Message{.peer = rank_of(host, place_), .received = {}, .sent = {}});
       if (pieces[i].part->encoding) {
         const std::int64_t bytes = encoded_bytes(pieces[i].part->encoding->format, pieces[i].numel);
-        message.received = flat_view(encoded(pieces[i], Way::kReceived), other(host) * bytes, bytes);
-        message.sent = flat_view(encoded(pieces[i], Way::kSent), other(host) * bytes, bytes);
+        message.received = flat_view(encoded(pieces[i], Direction::kReceived), other(host) * bytes, bytes);
+        message.sent = flat_view(encoded(pieces[i], Direction::kSent), other(host) * bytes, bytes);
       } else {
         message.received = sum_of(pieces[i], host);
         message.sent = sum_for(pieces[i], host);
@@ -219,7 +219,7 @@ MessageSum::Works MessageSum::send_sums(std::span<const Piece> pieces) const {
 }
 
 void MessageSum::sum_hosts(std::span<const Piece> pieces, double scale) const {
-  if (are_encoded(pieces)) decode_rows(pieces.front().part->encoding->format, rows(pieces, Way::kReceived));
+  if (are_encoded(pieces)) decode_rows(pieces.front().part->encoding->format, rows(pieces, Direction::kReceived));
   std::vector<RankOrderSum> all;
   for (const Piece& piece : pieces) {
     auto& sum = all.emplace_back(RankOrderSum{.sources = {}, .out = piece.out(), .end = sum_end(*piece.part, scale)});
@@ -245,26 +245,26 @@ at::Tensor MessageSum::of_neighbour(const Piece& piece, std::int64_t place) cons
   return elements_in(piece.staging, behind_sums + (place < place_ ? place : place - 1) * bytes, numel, piece.part->unreduced.scalar_type());
 }
 
-at::Tensor MessageSum::encoded(const Piece& piece, Way way) const {
+at::Tensor MessageSum::encoded(const Piece& piece, Direction direction) const {
   const std::int64_t bytes = (levels_.hosts - 1) * encoded_bytes(piece.part->encoding->format, piece.numel);
-  return flat_view(piece.staging, levels_.hosts * piece.sum_bytes() + (way == Way::kSent ? 0 : bytes), bytes);
+  return flat_view(piece.staging, levels_.hosts * piece.sum_bytes() + (direction == Direction::kSent ? 0 : bytes), bytes);
 }
 
-std::vector<RoundedRows> MessageSum::rows(std::span<const Piece> pieces, Way way) const {
+std::vector<RoundedRows> MessageSum::rows(std::span<const Piece> pieces, Direction direction) const {
   std::vector<RoundedRows> all;
   for (const Piece& piece : pieces) {
     const ReducePart& part = *piece.part;
     const auto& [format, key, lost] = *part.encoding;
     const std::int64_t hosts = levels_.hosts, in_row = padded_numel(format, piece.numel);
     auto& added = all.emplace_back(RoundedRows{.values = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}),
-                                               .encoded = encoded(piece, way).view({hosts - 1, -1}),
+                                               .encoded = encoded(piece, direction).view({hosts - 1, -1}),
                                                .numel = piece.numel,
                                                .own = host_,
                                                .first = piece.begin / format.block,
                                                .key = mix(key, static_cast<std::uint64_t>(host_))});
     // A rank whose gradients do not count contributes zeros, and loses nothing. (A host's sum may have those of others.)
     const bool counts = levels_.ranks > 1 || gives({&part, 1}, row_.rank);
-    if (way == Way::kReceived || !lost.defined() || !counts) continue;
+    if (direction == Direction::kReceived || !lost.defined() || !counts) continue;
     added.lost = flat_view(lost, 0, lost.numel()).view({hosts - 1, part.out.numel()}).narrow(1, piece.begin, piece.numel);
   }
   return all;

@@ -91,9 +91,9 @@ class MessageSum {
   at::Tensor sum_for(const Piece& piece, std::int64_t host) const;
   at::Tensor sum_of(const Piece& piece, std::int64_t host) const;
   /// The place of what encoding makes of this host's sums for the other hosts, or of the sums that they send.
-  enum class Way { kSent, kReceived };
-  at::Tensor encoded(const Piece& piece, Way way) const;
-  std::vector<RoundedRows> rows(std::span<const Piece> pieces, Way way) const;
+  enum class Direction : std::uint8_t { kSent, kReceived };
+  at::Tensor encoded(const Piece& piece, Direction direction) const;
+  std::vector<RoundedRows> rows(std::span<const Piece> pieces, Direction direction) const;
   /// The place in `staging` of a neighbour's gradients for the ranks of this place, one host after the other.
   at::Tensor of_neighbour(const Piece& piece, std::int64_t place) const;
 

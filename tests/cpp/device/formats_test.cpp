@@ -20,24 +20,9 @@ using fsdp::testing::numbers;
 using fsdp::testing::order;
 using fsdp::testing::same_bits;
 using fsdp::testing::side_stream;
+using fsdp::testing::WithoutKernel;
 
 using Kernels = std::map<std::string, std::int64_t>;
-
-/// While it lives, operators convert.
-class WithoutKernels {
- public:
-  WithoutKernels() : encode_(fsdp::device_encoders().set(sim::kType, nullptr)), decode_(fsdp::device_decoders().set(sim::kType, nullptr)) {}
-  ~WithoutKernels() {
-    fsdp::device_encoders().set(sim::kType, encode_);
-    fsdp::device_decoders().set(sim::kType, decode_);
-  }
-  WithoutKernels(const WithoutKernels&) = delete;
-  WithoutKernels& operator=(const WithoutKernels&) = delete;
-
- private:
-  fsdp::LaunchConversion* const encode_;
-  fsdp::LaunchConversion* const decode_;
-};
 
 /// What travels, and what arrives, of these pieces.
 struct Travelled {
@@ -82,7 +67,7 @@ TEST_P(DeviceFormats, HaveTheBytesOfTheHost) {
         EXPECT_EQ(device.kernels, (Kernels{{"fsdp::decode", 1}, {"fsdp::encode", 1}}));
         EXPECT_TRUE(at::equal(device.wire.cpu(), host.wire)) << block;
         EXPECT_TRUE(same_bits(device.whole.cpu(), host.whole)) << block;
-        const WithoutKernels by_operators;
+        const WithoutKernel encode(fsdp::device_encoders()), decode(fsdp::device_decoders());
         const Travelled operators(there, block, compute);
         EXPECT_EQ(operators.kernels.count("fsdp::encode"), 0U);
         EXPECT_TRUE(at::equal(operators.wire.cpu(), host.wire)) << block;

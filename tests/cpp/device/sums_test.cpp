@@ -31,22 +31,11 @@ using fsdp::testing::order;
 using fsdp::testing::run_ranks_on_device;
 using fsdp::testing::same_bits;
 using fsdp::testing::side_stream;
+using fsdp::testing::WithoutKernel;
 
 using Kernels = std::map<std::string, std::int64_t>;
 
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
-
-/// While it lives, operators make the sums.
-class WithoutKernel {
- public:
-  WithoutKernel() : before_(device_sums().set(sim::kType, nullptr)) {}
-  ~WithoutKernel() { device_sums().set(sim::kType, before_); }
-  WithoutKernel(const WithoutKernel&) = delete;
-  WithoutKernel& operator=(const WithoutKernel&) = delete;
-
- private:
-  fsdp::comm::LaunchSum* const before_;
-};
 
 enum class Place { kRows, kOwnApart, kScattered };
 
@@ -116,7 +105,7 @@ TEST_P(DeviceSums, OfOperatorsHaveTheSameBits) {
       EXPECT_EQ(sim::stats().kernels.count("fsdp::sum"), ranks < 3 ? 1U : 0U) << ranks;
       EXPECT_TRUE(same_bits(sum.out.cpu(), expected)) << ranks;
     }
-    const WithoutKernel by_operators;
+    const WithoutKernel by_operators(device_sums());
     const RankOrderSum sum{.sources = on_device(some, Place::kRows, 0), .out = old.to(sim::device()), .end = end};
     sim::reset_stats();
     fsdp::comm::rank_order_sums({&sum, 1});
@@ -201,7 +190,7 @@ TEST(DeviceSum, KeepsTheSignOfZeros) {
 }
 
 TEST(DeviceSum, OfRowsByOperatorsIsAKernelForEachLevel) {
-  const WithoutKernel by_operators;
+  const WithoutKernel by_operators(device_sums());
   const auto rows = at::ones({8, 20}, at::TensorOptions().device(sim::device()).dtype(at::kBFloat16));
   const RankOrderSum sum{.sources = rows.unbind(0), .out = at::empty({20}, rows.options().dtype(at::kFloat)), .end = {}};
   sim::reset_stats();
@@ -286,7 +275,7 @@ TEST(DeviceSum, OfTwoLevelsIsTwoKernels) {
     auto kernels = sim::stats(rank).kernels;
     std::erase_if(kernels, [](const auto& kernel) { return kernel.first.starts_with("simccl"); });
     EXPECT_EQ(kernels, (Kernels{{"fsdp::sum", 2}}));
-    const WithoutKernel without;
+    const WithoutKernel without(device_sums());
     const auto by_operators = reduced();
     for (std::size_t k = 0; k < by_kernels.size(); ++k) EXPECT_TRUE(same_bits(by_kernels[k].out.cpu(), by_operators[k].out.cpu())) << k;
   });

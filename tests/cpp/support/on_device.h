@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 
+#include "base/device_functions.h"
 #include "device.h"
 #include "listener.h"
 #include "support/multi_rank.h"
@@ -43,6 +44,20 @@ void run_ranks_on_device(int nproc, const Fn& fn) {
     sim::expect_no_reports();
   });
 }
+
+/// While it lives, the simulated device has no such kernel, and operators do its work.
+template <typename Function>
+class WithoutKernel {
+ public:
+  explicit WithoutKernel(DeviceFunctions<Function>& functions) : functions_(functions), before_(functions.set(sim::kType, nullptr)) {}
+  ~WithoutKernel() { functions_.set(sim::kType, before_); }
+  WithoutKernel(const WithoutKernel&) = delete;
+  WithoutKernel& operator=(const WithoutKernel&) = delete;
+
+ private:
+  DeviceFunctions<Function>& functions_;
+  Function* const before_;
+};
 
 /// Takes the one report that there has to be, which says this.
 inline void expect_report(const std::string& text) {
