@@ -40,10 +40,11 @@ struct Case {
   fsdp::Offload offload = fsdp::Offload::kNone;
   bool report_nan = false;
   bool one_unit = false;
+  bool rounded = false;  ///< Gradients in 4 bits, with error feedback.
 
   std::string name() const {
     return strategy + (bf16 ? ", bf16" : ", fp32") + (sgd ? ", SGD" : ", AdamW") + (clipped ? ", clipped" : "") +
-           (microbatches > 1 ? ", microbatches" : "") + (one_unit ? ", one unit" : "");
+           (microbatches > 1 ? ", microbatches" : "") + (one_unit ? ", one unit" : "") + (rounded ? ", rounded" : "");
   }
 };
 
@@ -59,6 +60,7 @@ class Trainee {
                                     .placements = fsdp::Placements::from_name(c.strategy),
                                     .offload = c.offload,
                                     .report_nan_in_param_grad = c.report_nan};
+    if (c.rounded) options.grad_comm_format = fsdp::GradCommFormat{.bits = 4, .block = 32, .hadamard = true, .error_feedback = true};
     if (c.bf16) options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16};
     handle_.emplace(fsdp::fully_shard(*model_, options));
     if (c.sgd) {
@@ -190,7 +192,9 @@ TEST(CapturedStep, TrainsAsWithoutAGraph) {
                                      {.strategy = "optim_grads", .sgd = true},
                                      {.clipped = true},
                                      {.one_unit = true},
-                                     {.bf16 = true, .sgd = true, .clipped = true}};
+                                     {.bf16 = true, .sgd = true, .clipped = true},
+                                     {.rounded = true},
+                                     {.bf16 = true, .microbatches = 2, .rounded = true}};
     expect_equal_runs(cases, device_mesh({{"dp_shard", -1}}));
   });
 }
