@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +17,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from harness.hosts import Hosts
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/python"))
+from support.ports import reserved_port
 
 Reply = dict[str, Any]
 REPLY_TIMEOUT_S = 300.0
@@ -37,9 +40,8 @@ class Launch:
     ranks: int
     hosts: Hosts | None = None
 
-    def of_ranks(self) -> list[tuple[tuple[str, ...], dict[str, str]]]:
-        """Each rank's command and environment."""
-        port = free_port()
+    def of_ranks(self, port: int) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+        """Each rank's command and environment; they meet at a port."""
         if self.hosts is None:
             return [(self.command, rank_environment(rank, self.ranks, port)) for rank in range(self.ranks)]
         each = self.ranks // len(self.hosts.hosts)
@@ -47,14 +49,6 @@ class Launch:
         commands = self.hosts.commands(each, self.command)
         everything = [{**os.environ, **environment, "MASTER_PORT": str(port)} for environment in environments]
         return list(zip(commands, everything, strict=True))
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -106,15 +100,16 @@ class Contender:
 
     def __init__(self, launch: Launch) -> None:
         self.name = launch.name
-        try:
-            self.ranks = [Rank(command, environment) for command, environment in launch.of_ranks()]
-        except OSError as error:
-            raise BenchError(f"contender {self.name} can't be started ({error}); build the project first") from error
-        try:
-            self.parameters: int = self.receive()[0]["parameters"]
-        except BenchError:
-            self.kill()
-            raise
+        with reserved_port() as port:
+            try:
+                self.ranks = [Rank(command, environment) for command, environment in launch.of_ranks(port)]
+            except OSError as error:
+                raise BenchError(f"contender {self.name} can't be started ({error}); build the project first") from error
+            try:
+                self.parameters: int = self.receive()[0]["parameters"]
+            except BenchError:
+                self.kill()
+                raise
 
     def ask(self, verb: str, count: int = 1) -> list[Reply]:
         """Sends the line to all ranks and returns their replies in rank order."""

@@ -20,7 +20,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # its support
+from support.ports import reserved_port
 
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
@@ -53,13 +55,6 @@ def require(holds: bool, what: str) -> None:
         raise Violation(what)
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
 def children_of(pid: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -73,14 +68,13 @@ class Attempt:
         self.run = run
         self.output = run.parent / f"{run.name}.out"
         self.ranks = []
-        port = free_port()
         with self.output.open("a") as output:
             for rank in range(RANKS):
                 host = rank // RANKS_PER_HOST
                 options = OPTIONS | {"data": survive.text, "run": run, "memory": survive.memory(run, host)}
                 options |= {"memory-wait": "true"} if survive.waits else {}
                 command = [str(survive.train_gpt), *(f"--{name}={value}" for name, value in options.items())]
-                where = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                where = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": survive.port}
                 environment = {name: str(value) for name, value in where.items()}
                 if survive.network is not None:
                     command = [*survive.network.hosts[host].prefix, *command]
@@ -127,7 +121,8 @@ class Attempt:
 
 
 class Survive:
-    def __init__(self, arguments: argparse.Namespace, folder: Path, shm: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, port: int, folder: Path, shm: Path) -> None:
+        self.port = port
         self.train_gpt, self.fsdp_ckpt = arguments.train_gpt, arguments.fsdp_ckpt
         self.folder, self.shm = folder, shm
         self.random = random.Random(arguments.seed)
@@ -228,21 +223,20 @@ def main() -> None:
     parser.add_argument("--wait", action="store_true")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as shm:
-        survive = Survive(arguments, Path(folder), Path(shm))
-        with contextlib.ExitStack() as stack:
-            if arguments.network:
-                sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-                from harness.hosts import Hosts
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as shm, contextlib.ExitStack() as stack:
+        survive = Survive(arguments, stack.enter_context(reserved_port()), Path(folder), Path(shm))
+        if arguments.network:
+            sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+            from harness.hosts import Hosts
 
-                survive.network = stack.enter_context(Hosts(HOSTS, mbit=10000))
-            try:
-                survive.all([False] * arguments.kills + [True] * arguments.hosts)
-            except Violation as violation:
-                print(violation)
-                for output in Path(folder).glob("*.out"):
-                    print(f"{output}:\n{output.read_text()[-4000:]}")
-                sys.exit(1)
+            survive.network = stack.enter_context(Hosts(HOSTS, mbit=10000))
+        try:
+            survive.all([False] * arguments.kills + [True] * arguments.hosts)
+        except Violation as violation:
+            print(violation)
+            for output in Path(folder).glob("*.out"):
+                print(f"{output}:\n{output.read_text()[-4000:]}")
+            sys.exit(1)
     times = sorted(survive.seconds)
     print(
         f"all well: {arguments.kills} kills of a rank, {arguments.hosts} of a host with its memory, {survive.runs} runs with the bits of "

@@ -17,18 +17,30 @@
 namespace fsdp {
 namespace train_gpt_test {
 
-// A free port of this machine. Another program could take it before the ranks do, but hardly will.
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
-}
+// A port on which only a program that is told its number can listen: tests/python/support/ports.py says why.
+class ReservedPort {
+ public:
+  ReservedPort() {
+    const int reuse = 1;
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+    bind(fd_, reinterpret_cast<sockaddr*>(&address), length);
+    getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length);
+    number_ = ntohs(address.sin_port);
+  }
+  ~ReservedPort() { close(fd_); }
+  ReservedPort(const ReservedPort&) = delete;
+  ReservedPort& operator=(const ReservedPort&) = delete;
+
+  int number() const { return number_; }
+
+ private:
+  int fd_ = socket(AF_INET, SOCK_STREAM, 0);
+  int number_ = 0;
+};
 
 void expect_usage_error(const Outcome& outcome, const std::string& message) {
   EXPECT_EQ(outcome.exit_code, 2) << message;
@@ -225,7 +237,8 @@ TEST_F(TrainGpt, RejectsOptionsThatDoNotFitTogether) {
 
 TEST_F(TrainGpt, RunsAsARankOfAnotherLauncher) {
   const auto run_both = [&](const std::string& name, const std::vector<std::string>& arguments) {
-    const std::string meeting_point = " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port());
+    const ReservedPort port;
+    const std::string meeting_point = " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port.number());
     auto other = std::async(std::launch::async, [&] { return run(name + "1", arguments, "RANK=1" + meeting_point); });
     const auto rank0 = run(name + "0", arguments, "RANK=0" + meeting_point);
     return std::vector{rank0, other.get()};

@@ -11,16 +11,17 @@ import importlib
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python"))  # its support
 import torch
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+from support.ports import reserved_port
 
 LIMIT = 120.0  # seconds for a script
 TIMED_OUT = 124
@@ -45,9 +46,11 @@ def run_rank(script: str, arguments: list[str]) -> None:
 def run(ranks: int, script: str, arguments: list[str]) -> int:
     if ranks > 1:
         importlib.import_module("torch._dynamo")  # which an optimizer's first step imports
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        return run_at(port, ranks, script, arguments)
+
+
+def run_at(port: int, ranks: int, script: str, arguments: list[str]) -> int:
     running = set()
     for rank in range(ranks):
         process = os.fork()

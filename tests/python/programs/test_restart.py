@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from support.ports import reserved_port
 
 ROOT = Path(__file__).parents[3]
 RECIPE = re.compile(r"^```python\n(# restart\.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def children_of(process: int) -> list[int]:
@@ -27,7 +23,13 @@ def children_of(process: int) -> list[int]:
     return [int(child) for child in found.stdout.split()]
 
 
-def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
+
+
+def test_a_run_goes_on_with_fewer_ranks(port: int, tmp_path: Path) -> None:
     """Two agents of torchrun stand for two machines; one of them is lost."""
     document = (ROOT / "docs/run/launch.md").read_text(encoding="utf-8")
     (program,) = RECIPE.findall(document)
@@ -46,7 +48,7 @@ def test_a_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     script = tmp_path / "restart.py"
     script.write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     arguments = [str(script), str(tmp_path / "run"), "100"]
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ports import reserved_port
 
 PROGRAM = Path(__file__).with_name("timed_run.py")
 COMMAND = os.environ.get("FSDP_COMMAND", "")
@@ -51,17 +51,16 @@ def timeline(*arguments: object) -> subprocess.CompletedProcess[str]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that has ended, with its events and the reports of its ranks."""
     folder = tmp_path_factory.mktemp("run")
-    with socket.create_server(("localhost", 0)) as taken:
-        port = taken.getsockname()[1]
-    settings = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), str(LATE_SECONDS)],
-            env={**os.environ, **settings, "FSDP_EVENTS": str(folder / "events"), "RANK": str(rank)},
-        )
-        for rank in range(SIZE)
-    ]
-    assert [rank.wait() for rank in ranks] == [0] * SIZE
+    with reserved_port() as port:
+        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(folder), str(LATE_SECONDS)],
+                env={**os.environ, **settings, "FSDP_EVENTS": str(folder / "events"), "RANK": str(rank)},
+            )
+            for rank in range(SIZE)
+        ]
+        assert [rank.wait() for rank in ranks] == [0] * SIZE
     return folder
 
 

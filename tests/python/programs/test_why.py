@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.marks import at_night
+from support.ports import reserved_port
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("hanging_run.py")
@@ -122,25 +122,23 @@ class Run:
 @contextmanager
 def started(how: str, folder: Path, *store: str, **variables: str) -> Iterator[Run]:
     """Three ranks."""
-    with socket.create_server(("localhost", 0)) as taken:
-        port = taken.getsockname()[1]
     run = Run(folder / "events", folder / "errors")
-    settings = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(CASES[how].size if how in CASES else SIZE),
-        "FSDP_EVENTS": str(run.events),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | settings
-    with run.errors.open("wb") as errors:
+    with reserved_port() as port, run.errors.open("wb") as errors:
+        settings = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(CASES[how].size if how in CASES else SIZE),
+            "FSDP_EVENTS": str(run.events),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        environment = {name: value for name, value in os.environ.items() if name != "RANK"} | settings
         command = [sys.executable, str(PROGRAM), how, str(folder / "saved"), *store]
         run.ranks = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
-    try:
-        yield run
-    finally:
-        run.kill()
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def lives(process: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from support.ports import reserved_port
 from support.ranks import forking_context
 
 LIMIT = 300.0  # seconds
@@ -35,9 +35,11 @@ class Outcome:
 
 def run_program(path: Path, ranks: int, folder: Path, *arguments: object, alone: bool = False) -> list[Outcome]:
     """Runs it in a folder, on each rank, with one thread; `alone`, without what torchrun puts into the environment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        return _run_at(port, path, ranks, folder, arguments, alone=alone)
+
+
+def _run_at(port: int, path: Path, ranks: int, folder: Path, arguments: tuple[object, ...], *, alone: bool) -> list[Outcome]:
     context = forking_context()
     words = [str(argument) for argument in arguments]
     environment = {} if alone else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
