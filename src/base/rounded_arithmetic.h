@@ -172,11 +172,12 @@ struct RoundedPart {
   std::int64_t numel = 0;
   std::int64_t first = 0;
   std::uint64_t key = 0;
+  const std::int64_t* number = nullptr;
 };
 
 /// The parts of one launch. They are as large as the arguments of a kernel may be on every GPU: 4 KiB.
 struct DeviceRounding {
-  static constexpr int kMostParts = 44;
+  static constexpr int kMostParts = 42;
 
   RoundedPart parts[kMostParts] = {};
   std::int32_t count = 0;  ///< The number of parts.
@@ -205,7 +206,8 @@ FSDP_HOST_DEVICE inline void convert_block(const Team& team, const GradCommForma
   std::uint8_t* const encoded = part.encoded + row * part.encoded_stride + number * block_bytes(format, format.block);
   if constexpr (kEncodes) {
     float* const lost = part.lost == nullptr ? nullptr : part.lost + row * part.lost_stride + begin;
-    const std::uint64_t key = mix(part.key, static_cast<std::uint64_t>(other));
+    std::uint64_t key = part.number == nullptr ? part.key : mix(part.key, static_cast<std::uint64_t>(*part.number));
+    key = mix(mix(key, static_cast<std::uint64_t>(part.own)), static_cast<std::uint64_t>(other));
     encode_rounded(team, format, values, numel, key_of_block(key, part.first + number), lost, encoded);
   } else {
     decode_rounded(team, format, encoded, numel, values);

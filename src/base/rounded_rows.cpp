@@ -26,7 +26,8 @@ RoundedPart rounded_part(const RoundedRows& rows) {
           .own = rows.own,
           .numel = rows.numel,
           .first = rows.first,
-          .key = rows.key};
+          .key = rows.key,
+          .number = rows.number.defined() ? rows.number.const_data_ptr<std::int64_t>() : nullptr};
 }
 
 template <bool kEncodes>
@@ -99,14 +100,21 @@ at::Tensor shifted(const at::Tensor& value, int bits) {
 at::Tensor times(const at::Tensor& value, std::uint64_t factor) { return value * static_cast<std::int64_t>(factor); }
 at::Tensor low_word(const at::Tensor& value) { return value.bitwise_and(0xffffffffLL); }
 
+/// mix()
+at::Tensor mixed(const at::Tensor& hash, const at::Tensor& value) {
+  const auto product = times(hash.bitwise_xor(value), 0x9e3779b97f4a7c15ULL);
+  return product.bitwise_xor(shifted(product, 29));
+}
+
 /// draw() for each element: [rows, blocks, integers].
-at::Tensor draws(const RowBlocks& blocks, std::uint64_t key) {
+at::Tensor draws(const RowBlocks& blocks, const RoundedRows& rows) {
   const auto options = blocks.values.options().dtype(at::kLong);
   const auto count = [&](std::int64_t first, std::int64_t number) { return at::arange(first, first + number, options); };
-  // mix(key, row)
-  auto hash = times(count(blocks.first_row, blocks.values.size(0)).bitwise_xor(static_cast<std::int64_t>(key)), 0x9e3779b97f4a7c15ULL);
-  hash = hash.bitwise_xor(shifted(hash, 29)).view({-1, 1, 1});
-  // scrambled(key + block)
+  const auto scalar = [&](auto value) { return at::full({}, static_cast<std::int64_t>(value), options); };
+  auto hash = scalar(rows.key);
+  if (rows.number.defined()) hash = mixed(hash, rows.number);
+  hash = mixed(mixed(hash, scalar(rows.own)), count(blocks.first_row, blocks.values.size(0))).view({-1, 1, 1});
+  // scrambled(hash + block)
   hash = hash + count(blocks.first, blocks.values.size(1)).view({1, -1, 1}) + static_cast<std::int64_t>(0x9e3779b97f4a7c15ULL);
   hash = times(hash.bitwise_xor(shifted(hash, 30)), 0xbf58476d1ce4e5b9ULL);
   hash = times(hash.bitwise_xor(shifted(hash, 27)), 0x94d049bb133111ebULL);
@@ -131,7 +139,7 @@ void encode_by_operators(const GradCommFormat& format, const RoundedRows& rows) 
     const auto scale =
         (largest / at::full_like(largest, most)).masked_fill_(largest.isfinite().logical_not(), std::numeric_limits<float>::quiet_NaN());
     auto codes = values / scale;
-    if (format.stochastic_rounding) codes.add_(draws(blocks, rows.key));
+    if (format.stochastic_rounding) codes.add_(draws(blocks, rows));
     codes.round_().clamp_(-most, most).masked_fill_(scale.gt(0).logical_not(), 0);
     blocks.encoded.narrow(2, 0, sizeof(float)).view(at::kFloat).copy_(scale);
     const auto bytes = blocks.encoded.narrow(2, sizeof(float), integers * format.bits / 8);

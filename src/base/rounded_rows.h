@@ -20,7 +20,8 @@ struct RoundedRows {
   std::int64_t numel = 0;
   std::int64_t own = 0;
   std::int64_t first = 0;  ///< The number of the first block.
-  std::uint64_t key = 0;   ///< Mixed with the number of a receiver, it is the key of that contribution.
+  std::uint64_t key = 0;   ///< Mixed with the numbers of a sender and a receiver, it is the key of that contribution.
+  at::Tensor number = {};  ///< int64, without dimensions, on the device of `values`: mixed into `key` before. Or undefined.
 };
 
 /// Encodes contributions, on the current stream. Overwrites `values`.

@@ -39,12 +39,15 @@ std::int64_t contribution_bytes(const ReducePart& part) {
 }
 
 void encode_contribution(const ReducePart& part, std::span<const void* const> sources, int sender, int receiver, void* encoded) {
-  const auto& [format, key, lost] = *part.encoding;
+  const Encoding& encoding = *part.encoding;
+  const GradCommFormat& format = encoding.format;
+  const at::Tensor& lost = encoding.lost;
   const std::int64_t numel = part.out.numel();
   const auto dtype = part.unreduced.scalar_type();
-  const std::uint64_t own_key = mix(mix(key, static_cast<std::uint64_t>(sender)), static_cast<std::uint64_t>(receiver));
+  std::uint64_t own_key = mix(encoding.key, encoding.number);
+  for (const int rank : {sender, receiver}) own_key = mix(own_key, static_cast<std::uint64_t>(rank));
   float* const kept = lost.defined() ? lost.mutable_data_ptr<float>() + (receiver < sender ? receiver : receiver - 1) * numel : nullptr;
-  for_ranges(format, numel, 1, [&, &format = format](std::int64_t begin, std::int64_t count, std::span<float> memory) {
+  for_ranges(format, numel, 1, [&](std::int64_t begin, std::int64_t count, std::span<float> memory) {
     std::vector<const void*> in_range;
     for (const void* source : sources) in_range.push_back(source == nullptr ? nullptr : element(source, begin, dtype));
     rank_order_sum(in_range, dtype, memory.data(), at::kFloat, count, {});

@@ -100,9 +100,13 @@ GradientAccumulator::GradientAccumulator(Unit& unit_, std::vector<std::size_t> s
   } else {
     reduced = unit.main_gradient.parts;
   }
+  const auto device = unit.whole.buffer.storage.device();
+  const auto& format = unit.options.grad_comm_format;
+  if (format && format->stochastic_rounding && !device.is_cpu()) {
+    reductions_on_device = at::zeros({}, at::TensorOptions(at::kLong).device(device));
+  }
   const auto& reduce = *unit.communicators.reduce;
   const auto staged_by = [&](const comm::Communicator& ranks, std::int64_t shard_numel, at::ScalarType dtype) {
-    const auto& format = unit.options.grad_comm_format;
     const comm::Traffic traffic = ranks.traffic();
     if (!format || traffic.contributions() == 0) return Part{dtype, ranks.staging_numel(shard_numel, dtype)};
     return Part{at::kByte, traffic.staging_bytes(shard_numel, *format, dtype)};

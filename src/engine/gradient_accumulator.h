@@ -138,6 +138,8 @@ struct GradientAccumulator {
   Buffer staging;
   LostByRounding lost;
   std::uint64_t reductions = 0;  ///< The number of reduce-scatters over the inner ranks so far; the same on all ranks.
+  /// The same number in memory of the device, where replays of a captured step count, too. Only for stochastic rounding on devices.
+  at::Tensor reductions_on_device;
   PartialSums partial;
   at::Tensor partial_shards(std::size_t k) const;  ///< The shards in `partial`, without the elements beyond them.
   at::Tensor own_share(std::size_t k) const;       ///< The share of `partial` that this replica adds up.

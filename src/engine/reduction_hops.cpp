@@ -51,8 +51,10 @@ std::optional<comm::Encoding> Reducer::encoding(const GradientAccumulator& gradi
   const std::int64_t contributions = ranks.traffic().contributions();
   if (!format || contributions == 0) return std::nullopt;
   std::uint64_t key = mix(stable_hash(unit.name), format->seed);
-  for (const std::uint64_t part : {std::uint64_t{k}, gradients.reductions, static_cast<std::uint64_t>(hop)}) key = mix(key, part);
-  if (!format->error_feedback) return comm::Encoding{.format = *format, .key = key};
+  for (const std::uint64_t part : {std::uint64_t{k}, static_cast<std::uint64_t>(hop)}) key = mix(key, part);
+  comm::Encoding encoding{
+      .format = *format, .key = key, .number = gradients.reductions, .number_on_device = gradients.reductions_on_device};
+  if (!format->error_feedback) return encoding;
   lost.parts.resize(unit.layout.trainable_sub_buffers());
   if (!lost.parts[k].defined()) {
     lost.parts[k] = at::zeros({contributions * shard_numel}, at::TensorOptions(at::kFloat).device(device_));
@@ -60,7 +62,8 @@ std::optional<comm::Encoding> Reducer::encoding(const GradientAccumulator& gradi
     lost.bytes += bytes;
     accounting_.add(memory::Kind::kCommunication, bytes);
   }
-  return comm::Encoding{.format = *format, .key = key, .lost = lost.parts[k]};
+  encoding.lost = lost.parts[k];
+  return encoding;
 }
 
 void Reducer::forget_lost(GradientAccumulator& gradients) {
@@ -83,6 +86,7 @@ std::unique_ptr<comm::Pending> Reducer::reduce_over_inner_ranks(GradientAccumula
   }
   gradients.receives().acquire(pool_, memory::Kind::kCommunication);
   ++gradients.reductions;
+  if (gradients.reductions_on_device.defined()) gradients.reductions_on_device.add_(1);
   std::vector<comm::ReducePart> parts;
   parts.reserve(gradients.sub_buffers.size());
   for (const auto k : gradients.sub_buffers) {

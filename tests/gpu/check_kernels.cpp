@@ -151,7 +151,8 @@ fsdp::RoundedRows rounded_rows(const fsdp::GradCommFormat& format, std::int64_t 
           .encoded = at::zeros({3, fsdp::encoded_bytes(format, numel)}, at::TensorOptions().dtype(at::kByte).device(device)),
           .lost = format.error_feedback ? numbers(3 * numel, 2, at::kFloat).to(device).view({3, numel}) : at::Tensor(),
           .numel = numel,
-          .own = 1};
+          .own = 1,
+          .number = at::full({}, 3, at::TensorOptions().dtype(at::kLong).device(device))};
 }
 
 void check_rounding(Check& check) {

@@ -254,14 +254,16 @@ std::vector<RoundedRows> MessageSum::rows(std::span<const Piece> pieces, Directi
   std::vector<RoundedRows> all;
   for (const Piece& piece : pieces) {
     const ReducePart& part = *piece.part;
-    const auto& [format, key, lost] = *part.encoding;
-    const std::int64_t hosts = levels_.hosts, in_row = padded_numel(format, piece.numel);
+    const Encoding& encoding = *part.encoding;
+    const at::Tensor &lost = encoding.lost, &number = encoding.number_on_device;
+    const std::int64_t hosts = levels_.hosts, in_row = padded_numel(encoding.format, piece.numel);
     auto& added = all.emplace_back(RoundedRows{.values = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}),
                                                .encoded = encoded(piece, direction).view({hosts - 1, -1}),
                                                .numel = piece.numel,
                                                .own = host_,
-                                               .first = piece.begin / format.block,
-                                               .key = mix(key, static_cast<std::uint64_t>(host_))});
+                                               .first = piece.begin / encoding.format.block,
+                                               .key = number.defined() ? encoding.key : mix(encoding.key, encoding.number),
+                                               .number = number});
     // A rank whose gradients do not count contributes zeros, and loses nothing. (A host's sum may have those of others.)
     const bool counts = levels_.ranks > 1 || gives({&part, 1}, row_.rank);
     if (direction == Direction::kReceived || !lost.defined() || !counts) continue;

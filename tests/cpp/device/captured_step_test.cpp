@@ -40,7 +40,7 @@ struct Case {
   fsdp::Offload offload = fsdp::Offload::kNone;
   bool report_nan = false;
   bool one_unit = false;
-  bool rounded = false;  ///< Gradients in 4 bits, with error feedback.
+  bool rounded = false;  ///< Gradients in 4 bits, at random, with error feedback.
 
   std::string name() const {
     return strategy + (bf16 ? ", bf16" : ", fp32") + (sgd ? ", SGD" : ", AdamW") + (clipped ? ", clipped" : "") +
@@ -60,7 +60,10 @@ class Trainee {
                                     .placements = fsdp::Placements::from_name(c.strategy),
                                     .offload = c.offload,
                                     .report_nan_in_param_grad = c.report_nan};
-    if (c.rounded) options.grad_comm_format = fsdp::GradCommFormat{.bits = 4, .block = 32, .hadamard = true, .error_feedback = true};
+    if (c.rounded) {
+      options.grad_comm_format =
+          fsdp::GradCommFormat{.bits = 4, .block = 32, .hadamard = true, .stochastic_rounding = true, .error_feedback = true};
+    }
     if (c.bf16) options.mixed_precision = fsdp::MixedPrecisionPolicy{.param_dtype = at::kBFloat16};
     handle_.emplace(fsdp::fully_shard(*model_, options));
     if (c.sgd) {
