@@ -36,6 +36,8 @@ while [ $# -gt 0 ]; do
 done
 [ ${#stages[@]} -gt 0 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2 && exit 2; }
 begun=$SECONDS
+mkdir -p "$work"
+work=$(cd "$work" && pwd) # Programs of a stage run in other folders.
 
 if ! cmp -s "$kit/kit.json" "$work/kit.json"; then
   rm -rf "$work"

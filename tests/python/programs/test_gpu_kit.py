@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,30 @@ def test_the_kit_has_what_it_names() -> None:
     assert len(files) > 5
     missing = [file for file in files if not (TESTS.parent / file).is_file()]
     assert missing == []
+
+
+STAGES_OF_A_TEST = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", "import libfsdp, support; print(libfsdp.NAME)"], cwd="/", check=True)
+"""
+
+
+def test_folders_may_be_relative(tmp_path: Path) -> None:
+    """Programs of a stage, which run in other folders, find what is unpacked."""
+    kit = tmp_path / "kit"
+    files = {
+        "prebuilt/python/libfsdp/__init__.py": "NAME = 'of the kit'",
+        "tree/tests/python/support/__init__.py": "",
+        "tree/tests/gpu/stages.py": STAGES_OF_A_TEST,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    kit.mkdir()
+    for part in ("prebuilt", "tree"):
+        shutil.make_archive(str(kit / part), "gztar", tmp_path / part)
+    (kit / "kit.json").write_text('{"commit": "0"}', encoding="utf-8")
+    shutil.copy(TESTS / "gpu" / "run.sh", kit)
+    command = ("kit/run.sh", "--work", "unpacked", "--device", "cpu", "--python", sys.executable, "1")
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == ["of the kit"], ran.stdout + ran.stderr

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-from support.ports import reserved_port
 from torch.distributed import TCPStore
+
+from support.ports import reserved_port
 
 
 def test_the_store_gets_the_port_and_nobody_else() -> None:
