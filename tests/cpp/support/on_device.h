@@ -11,6 +11,7 @@
 #include "base/device_functions.h"
 #include "device.h"
 #include "listener.h"
+#include "streams.h"
 #include "support/multi_rank.h"
 
 // For tests on the simulated device (tests/device). Not in a program with logging_device.h: both are PrivateUse1.
