@@ -36,6 +36,14 @@ class Answers {
     return count;
   }
   std::int64_t ranks() const { return all_.size(0); }
+  /// For each rank of this one's row of the unit, whether `holds` is true of it.
+  template <typename Holds>
+  std::vector<bool> in_row(const Unit& unit, const Holds& holds) const {
+    const std::int64_t inner = unit.communicators.gather->size(), first = unit.communicators.outer_rank() * inner;
+    std::vector<bool> row;
+    for (std::int64_t rank = first; rank < first + inner; ++rank) row.push_back(holds(rank));
+    return row;
+  }
 
  private:
   at::Tensor all_;
@@ -54,6 +62,7 @@ void Engine::attend(std::span<Unit* const> units, const Attend& attend) {
   }
   const at::NoGradGuard no_grad;
   if (backward_ == BackwardState::kRunning && backward_alive_.expired()) reset_locked();
+  if (attend.backward_may_follow) backward_may_follow_ = true;
   guarded([&] {
     if (current_ == nullptr) {
       main_parameters_.refuse_torn();
@@ -106,34 +115,47 @@ void Engine::attend_together(std::span<Unit* const> units, const Attend& attend)
     attendance.divides_by_present = attend.divide_by_present;
     attendance.skips = !attend.present;
     if (present == 0) continue;
-    attendance.gives = attendance.gives || (attend.present && attend.backward_may_follow);
+    attendance.gives = attendance.gives || (attend.present && backward_may_follow_);
     if (apart[k] == 0) {
-      attendance.by_all = attendance.by_all || attend.backward_may_follow;
+      attendance.by_all = attendance.by_all || backward_may_follow_;
       continue;
     }
+    gatherer_.write_back(unit);  // On all ranks, because some free their copies now, and give main parameters to others later.
     // Ranks that hold replicated parameters at all times, or build the parameters from what arrives, take part in every gather.
     const bool all_receive = unit.replicated_parameters() || unit.whole.extension != nullptr;
-    const auto inner = unit.communicators.gather->size();
-    std::vector<bool> receives(static_cast<std::size_t>(inner));
-    bool any_receives = false;
-    for (std::int64_t rank = 0; rank < answers.ranks(); ++rank) {
+    const auto receives = [&](std::int64_t rank) {
       const bool needs = answers.has(rank, 0, kIsPresent) || attendance.by_all || all_receive;
-      const bool lacks = answers.has(rank, k + 1, kLacks);
-      any_receives = any_receives || (needs && lacks);
-      if (rank / inner == unit.communicators.outer_rank()) receives[static_cast<std::size_t>(rank % inner)] = needs && lacks;
-    }
-    if (any_receives) gather_for(unit, std::move(receives));
+      return needs && answers.has(rank, k + 1, kLacks);
+    };
+    bool any_receives = false;
+    for (std::int64_t rank = 0; rank < answers.ranks(); ++rank) any_receives = any_receives || receives(rank);
+    if (any_receives) gather_for(unit, answers.in_row(unit, receives));
     // Units that no backward needs are left as any other.
     const bool is_left = std::erase(occupied_, &unit) > 0 || unit.whole.use != UseState::kAttended;
     std::erase(ahead_, &unit);
     if (attend.present || attendance.by_all || !is_left) {
       set_use(unit, UseState::kAttended);
-      if (is_left && !attend.backward_may_follow) occupied_.push_back(&unit);
+      if (is_left && !backward_may_follow_) occupied_.push_back(&unit);
     } else if (unit.whole.use != UseState::kPinned) {
       set_use(unit, UseState::kUnused);
       gatherer_.evict(unit);
     }
   }
+}
+
+/// Of an optional unit that some ranks keep for a backward, the others get a copy, too, which they keep as long. Returns false if no rank
+/// keeps it, so that it is as any other.
+bool Engine::unshard_attended(Unit& unit) {
+  if (!unit.attendance.optional) return false;
+  if (unit.whole.use == UseState::kAttended && std::erase(occupied_, &unit) > 0) evict(unit);  // What an evaluation has left.
+  const bool lacks = unit.state() == ParameterState::kSharded;
+  const comm::Label label = unit.label("attendance");
+  const Answers answers(comm::Ranks({unit.communicators.outer, unit.communicators.gather}),
+                        {static_cast<std::uint8_t>((lacks ? kLacks : 0) | (unit.whole.use == UseState::kAttended ? kHolds : 0))}, label);
+  if (answers.count(0, kHolds) == 0) return false;
+  if (answers.count(0, kLacks) > 0) gather_for(unit, answers.in_row(unit, [&](std::int64_t rank) { return answers.has(rank, 0, kLacks); }));
+  set_use(unit, UseState::kAttended);
+  return true;
 }
 
 /// Gathers the unit on ranks that lack it. `receives`: whether each rank of the row does.

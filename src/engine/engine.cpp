@@ -149,6 +149,7 @@ bool Engine::end_unit_forward(Unit& unit) {
 
 void Engine::enter(std::span<Unit* const> units, Pass pass) {
   const auto lock = this->lock_for_use();
+  if (at::GradMode::is_enabled()) backward_may_follow_ = true;
   guarded([&] {
     for (Unit* unit : units) {
       if (unit->whole.in_use(pass)) continue;
@@ -308,6 +309,7 @@ void Engine::forget_moves() {
   occupied_.clear();
   ahead_.clear();
   current_ = nullptr;
+  backward_may_follow_ = false;
 }
 
 bool Engine::begin_backward(std::weak_ptr<void> alive, BackwardOf of) {
@@ -440,13 +442,16 @@ void Engine::recover() {
 
 void Engine::unshard(Unit& unit, bool wait) {
   const auto lock = this->lock_for_use();
+  bool attended = false;
+  unit.attendance.skips = false;
   guarded([&] {
-    gatherer_.start(unit);
+    attended = unshard_attended(unit);
+    if (!attended) gatherer_.start(unit);
     if (!wait) return;
-    gatherer_.finish(unit);
+    if (!attended) gatherer_.finish(unit);
     if (!is_confirmed_later()) confirm();
   });
-  set_use(unit, UseState::kPinned);  // [Pins last until use]
+  if (!attended) set_use(unit, UseState::kPinned);  // [Pins last until use]
   std::erase(ahead_, &unit);
 }
 

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <c10/core/Device.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -76,9 +78,9 @@ struct StepSettings {
 
 /// What a rank says about units that not all ranks use: see Engine::attend.
 struct Attend {
-  bool present = true;             ///< This rank uses them in this forward.
-  bool divide_by_present = false;  ///< The same on all ranks.
-  bool backward_may_follow = true;
+  bool present = true;              ///< This rank uses them in this forward.
+  bool divide_by_present = false;   ///< The same on all ranks.
+  bool backward_may_follow = true;  ///< One may also follow if other units were used in grad mode before.
 };
 
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients
@@ -86,8 +88,8 @@ struct Attend {
 /// used, that a gradient is ready, and that backward has begun and ended.
 ///
 /// All public methods that change something lock, because a backward may run on another thread than the forward. Methods that do not lock
-/// read values that never change; follows_current_stream() reads an atomic. A thread holds the lock while it waits for a collective,
-/// because nothing else could proceed then. Every rank must enter units in the same order [Order is collective].
+/// read values that never change; follows_current_stream() and knows_grad_mode() read an atomic. A thread holds the lock while it waits for
+/// a collective, because nothing else could proceed then. Every rank must enter units in the same order [Order is collective].
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const EngineOptions& options);
@@ -138,6 +140,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool in_backward();
   /// True if operators of the current stream may use units in use without notifying the engine. Takes no lock.
   bool follows_current_stream() const { return stream_.is_current(); }
+  /// True if a use of units in the current grad mode tells nothing new of whether a backward may follow: where not, the engine wants to be
+  /// notified even of units in use. Takes no lock.
+  bool knows_grad_mode() const { return backward_may_follow_ || !at::GradMode::is_enabled(); }
   /// Resets if an exception has ended a backward.
   void recover();
 
@@ -170,6 +175,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void occupy(Unit& unit, Pass pass);
   void depart_to(Unit& destination, std::span<Unit* const> together, Pass pass);
   void attend_together(std::span<Unit* const> units, const Attend& attend);
+  bool unshard_attended(Unit& unit);
   void gather_for(Unit& unit, std::vector<bool> receives);
   static bool may_gather_ahead(const Unit& unit) { return !unit.attendance.optional || unit.attendance.by_all; }
   void refresh_locked(Unit& unit, bool kept_is_outdated);
@@ -220,6 +226,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Unit*> occupied_;
   std::vector<Unit*> running_;  ///< The units whose modules run now, the outermost first.
   std::vector<Unit*> ahead_;
+  /// [Attendance is agreed] Units were used in grad mode since the last backward.
+  std::atomic<bool> backward_may_follow_ = false;
   BackwardState backward_ = BackwardState::kNone;
   std::weak_ptr<void> backward_alive_;
   std::function<std::string()> end_export_;

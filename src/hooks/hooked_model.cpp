@@ -158,7 +158,7 @@ void HookedModel::enter(HookedUnit& unit) {
   }
   const auto pass = trigger::current_pass();
   RECORD_USER_SCOPE((pass == engine::Pass::kForward ? "FSDP::pre_forward (" : "FSDP::pre_backward (") + unit.unit().name + ")");
-  if (unit.unit().whole.in_use(pass) && engine_->follows_current_stream()) return;
+  if (unit.unit().whole.in_use(pass) && engine_->follows_current_stream() && engine_->knows_grad_mode()) return;
   const std::array<engine::Unit*, 1> units{&unit.unit()};
   engine_->enter(units, pass);
 }

@@ -117,7 +117,7 @@ class Running {
     auto& model = *storage_of(*units.front()).model;
     const bool within_backward = torch::autograd::get_current_graph_task_id() != -1;
     model.gate.enter();
-    const bool in_use = engine.follows_current_stream() &&
+    const bool in_use = engine.follows_current_stream() && engine.knows_grad_mode() &&
                         std::all_of(units.begin(), units.end(), [&](const auto* unit) { return unit->whole.in_use(pass); });
     // Units that forward was in when backward began count as in use until the engine knows of the backward.
     if (!in_use || (within_backward && !engine.in_backward())) {

@@ -15,6 +15,7 @@
 #include "support/meshes.h"
 #include "support/messages.h"
 #include "support/multi_rank.h"
+#include "support/random_model.h"
 #include "support/recording_communicator.h"
 #include "support/reference.h"
 #include "support/shardings.h"
@@ -25,6 +26,7 @@ using fsdp::attend;
 using fsdp::DeviceMesh;
 using fsdp::FullyShardOptions;
 using fsdp::testing::all_strategies;
+using fsdp::testing::Checkpoint;
 using fsdp::testing::expect_same;
 using fsdp::testing::has;
 using fsdp::testing::line;
@@ -57,11 +59,17 @@ enum class Absent {
   kRuns,     ///< Runs it on zeros, so that its gradients are zero: what programs do without attend().
 };
 
+enum class Recompute {
+  kNothing,
+  kLayers,           ///< By activation_checkpoint.
+  kLayersReentrant,  ///< By checkpoints that compute without grad mode first, and then in a backward inside of the backward.
+};
+
 struct Microbatch {
   std::int64_t number;
   std::vector<bool> uses;       ///< For each expert, whether this rank has data for it.
   std::vector<bool> used_ever;  ///< Whether any rank has.
-  bool checkpoints = false;
+  Recompute recompute = Recompute::kNothing;
 };
 
 struct LayerImpl : torch::nn::Module {
@@ -97,7 +105,11 @@ struct MixtureImpl : torch::nn::Module {
       const auto run = [layer = layers[k].ptr(), k, batch, absent](const at::Tensor& input) {
         return layer->forward(input, k, batch, absent);
       };
-      x = batch.checkpoints ? fsdp::activation_checkpoint(run, x) : run(x);
+      if (batch.recompute == Recompute::kLayersReentrant && x.requires_grad()) {
+        x = Checkpoint::apply(x, c10::make_intrusive<Checkpoint::Call>(run));
+      } else {
+        x = batch.recompute == Recompute::kLayers ? fsdp::activation_checkpoint(run, x) : run(x);
+      }
     }
     return head(x);
   }
@@ -133,8 +145,8 @@ bool uses(std::int64_t pass, int rank, int ranks, int part) {
 }
 
 /// `row`: ranks that are apart by as many use the same parts.
-Microbatch microbatch(std::int64_t number, int rank, int row, bool checkpoints) {
-  Microbatch batch{.number = number, .uses = {}, .used_ever = {}, .checkpoints = checkpoints};
+Microbatch microbatch(std::int64_t number, int rank, int row, Recompute recompute) {
+  Microbatch batch{.number = number, .uses = {}, .used_ever = {}, .recompute = recompute};
   for (int part = 0; part < kParts; ++part) {
     batch.uses.push_back(uses(number, rank % row, row, part));
     bool ever = false;
@@ -151,7 +163,7 @@ at::Tensor loss_of(Mixture& model, const Microbatch& batch, int rank, Absent abs
 }
 
 struct How {
-  bool checkpoints = false;
+  Recompute recompute = Recompute::kNothing;
   bool accumulates = false;  ///< Two microbatches for each step; the first is not synchronized.
   bool together = false;     ///< Both forwards before both backwards.
 };
@@ -165,7 +177,7 @@ NamedTensors train(const FullyShardOptions& options, Absent absent, int rank, in
   for (int step = 0; step < 6; ++step) {
     std::vector<at::Tensor> losses;
     const auto forward = [&](int k) {
-      losses.push_back(loss_of(model, microbatch(each * step + k, rank, row, how.checkpoints), rank, absent, dtype));
+      losses.push_back(loss_of(model, microbatch(each * step + k, rank, row, how.recompute), rank, absent, dtype));
     };
     const auto backward = [&](int k) {
       sharded.set_requires_gradient_sync(k == each - 1);
@@ -183,7 +195,7 @@ NamedTensors train(const FullyShardOptions& options, Absent absent, int rank, in
     optimizer.zero_grad();
     {  // Evaluation.
       const torch::NoGradGuard no_grad;
-      all.emplace_back("loss", loss_of(model, microbatch(step + 3, rank, row, false), rank, absent, dtype));
+      all.emplace_back("loss", loss_of(model, microbatch(step + 3, rank, row, Recompute::kNothing), rank, absent, dtype));
     }
   }
   for (auto& [name, parameter] : sharded.full_parameters()) all.emplace_back(name, parameter);
@@ -250,8 +262,11 @@ TEST_P(Attend, GivesTheBitsOfAPassOnZerosInOtherSteps) {
     if (ranks % 2 == 0) all.push_back({.name = "HSDP", .options = {.mesh = plane(), .units = units()}});
     if (!shared_memory) all.resize(2);
     for (const auto& sharding : all) {
-      for (const How& how : {How{.checkpoints = true}, How{.accumulates = true}, How{.accumulates = true, .together = true}}) {
-        SCOPED_TRACE(sharding.name + (how.checkpoints ? ", checkpoints" : how.together ? ", together" : ", accumulation"));
+      for (const How& how : {How{.recompute = Recompute::kLayers}, How{.recompute = Recompute::kLayersReentrant}, How{.accumulates = true},
+                             How{.accumulates = true, .together = true}}) {
+        SCOPED_TRACE(sharding.name + (how.accumulates                       ? how.together ? ", together" : ", accumulation"
+                                      : how.recompute == Recompute::kLayers ? ", checkpoints"
+                                                                            : ", reentrant checkpoints"));
         expect_equal_to_zeros(sharding, rank, ranks, how);
       }
     }
@@ -307,6 +322,67 @@ TEST_P(Attend, AbsentRanksNeitherReceiveNorHoldTheUnit) {
     EXPECT_EQ(wire.all_gather_bytes, others * trunk + (absent ? part : 0));
     EXPECT_EQ(wire.reduce_scatter_bytes, others * trunk + (absent ? 0 : others * part));
     EXPECT_LE(stats.communication.peak, shared_memory ? 0 : others * (part + trunk));
+  });
+}
+
+/// Evaluates with the part on the ranks that are present.
+void evaluate(Parts& model, bool present) {
+  const torch::NoGradGuard no_grad;
+  const auto y = model->trunk(torch::ones({2, 8}));
+  attend(*model->part, present);
+  if (present) model->part(y);
+}
+
+// What some ranks hold, after an evaluation or for a backward, the others get by unshard(), and the backward gives what it gives without.
+TEST(AttendUnshard, GathersWhatOnlySomeRanksHold) {
+  run_ranks(3, [](int rank) {
+    std::vector<NamedTensors> gradients;
+    for (const bool unshards : {false, true}) {
+      auto model = make_parts();
+      const auto expected = model->part->weight.detach().clone();
+      auto sharded = fsdp::fully_shard(*model, {.mesh = line(), .units = fsdp::each<Linear>()});
+      const auto unshard = [&] {
+        if (!unshards) return;
+        fsdp::handle(*model->part).unshard();
+        EXPECT_TRUE(at::equal(model->part->weight.detach(), expected));
+      };
+      evaluate(model, rank == 1);
+      unshard();
+      for (const int present : {0, 2}) {
+        sharded.set_is_last_backward(present == 2);
+        attend(*model->part, rank == present);
+        const auto loss = rank == present ? model->with_part(torch::ones({2, 8})) : model(torch::ones({2, 8}));
+        unshard();
+        loss.backward();
+      }
+      unshard();
+      gradients.push_back(sharded.full_gradients());
+    }
+    expect_same(gradients[1], gradients[0], 0, "gradients");
+  });
+}
+
+// What operators have written on all ranks, a rank gets that was absent when the others first used it.
+TEST(AttendWrites, ReachRanksThatWereAbsent) {
+  run_ranks(4, [](int rank) {
+    FullyShardOptions hfsdp{.mesh = plane(), .units = fsdp::each<Linear>()};
+    hfsdp.outer_placements = fsdp::Placements::optim();
+    for (const auto& options : {FullyShardOptions{.mesh = line(), .units = fsdp::each<Linear>()}, hfsdp}) {
+      auto model = make_parts();
+      const at::Tensor expected = 0.5 * model->part->weight.detach();
+      auto sharded = fsdp::fully_shard(*model, options);
+      {
+        const torch::NoGradGuard no_grad;
+        at::Tensor(model->part->weight).mul_(0.5);
+      }
+      evaluate(model, rank == 0);
+      attend(*model->part, rank == 3);
+      if (rank == 3) {
+        EXPECT_TRUE(at::equal(model->part->weight.detach(), expected));
+      }
+      (rank == 3 ? model->with_part(torch::ones({2, 8})) : model(torch::ones({2, 8}))).backward();
+      expect_same({{"part", sharded.full_parameters()[1].second}}, {{"part", expected}}, 0, "written");
+    }
   });
 }
 

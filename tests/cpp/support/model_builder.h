@@ -35,7 +35,9 @@ class ModelBuilder {
   BlockPtr block(int depth) {
     BlockPtr made;
     if (plan_.sharing && !made_.empty() && random_.chance(12)) return random_.pick(made_);  // one module in several places
-    if (depth == 0 || random_.chance(55)) {
+    if (plan_.attending && !inside_optional_ && random_.chance(25)) {
+      made = attended(depth);
+    } else if (depth == 0 || random_.chance(55)) {
       made = leaf();
     } else {
       switch (random_.below(6)) {
@@ -128,6 +130,23 @@ class ModelBuilder {
       // The graph needs an input that requires a gradient.
       if (!x.requires_grad()) return call(x);
       return Checkpoint::apply(x, c10::make_intrusive<Checkpoint::Call>(call));
+    };
+    return outer;
+  }
+
+  /// Ranks skip the inner block, which is a unit of its own ("optional"). None is within another one, before which all would have to say
+  /// that they skip it, too.
+  BlockPtr attended(int depth) {
+    inside_optional_ = true;
+    auto outer = std::make_shared<Block>();
+    const auto inner = outer->register_module("optional", depth == 0 ? leaf() : block(depth - 1));
+    inside_optional_ = false;
+    const auto site = random_.bits();
+    outer->body = [inner, site](const at::Tensor& x, const Batch& batch) {
+      const auto draw = mixed(mixed(site, batch.decision), static_cast<std::uint64_t>(batch.part));
+      const bool present = batch.all_attend || draw % 5 < 3;
+      if (batch.attend) batch.attend(*inner, present);
+      return present ? x + 0.5 * inner->forward(x, batch) : x;
     };
     return outer;
   }
@@ -363,6 +382,7 @@ class ModelBuilder {
   ModelPlan plan_;
   Random random_;
   at::ScalarType leaf_dtype_ = at::kFloat;
+  bool inside_optional_ = false;
   std::vector<BlockPtr> made_;  // finished, so that reusing one makes no cycle
   std::vector<at::Tensor> tied_;
 };

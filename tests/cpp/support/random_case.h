@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -93,6 +94,8 @@ struct Case {
   bool has_policy = false;
   Precision precision;
   bool float8 = false;  ///< Some parameters travel in eight bits.
+  /// Gradients are rounded before they are sent. What is compared then is the two ways to shard: they have the same units and meshes.
+  std::optional<GradCommFormat> grad_comm = {};
   bool ignoring = false;
   bool any_granularity = false;      ///< Otherwise all are cut between any elements, or as the algorithm asks for.
   bool uniform_granularity = false;  ///< Any, but the same for all.
@@ -121,13 +124,14 @@ struct Case {
     });
   }
   /// Gradients are added up in an order that the documents give. It is open where backward comes to a unit several times (it is used in
-  /// several places, by a repeated forward, or by the gradient within a loss), when what earlier backwards have left has been reduced at
-  /// the first of them. A checkpoint delivers the gradients of several uses one by one: until the ranks have agreed on a later departure,
-  /// what came before the first one is summed over the ranks on its own, and added to what earlier backwards gave.
+  /// several places, by a repeated forward, or by the gradient within a loss; or once more where all ranks use an optional module), when
+  /// what earlier backwards have left has been reduced at the first of them. A checkpoint delivers the gradients of several uses one by
+  /// one: until the ranks have agreed on a later departure, what came before the first one is summed over the ranks on its own, and added
+  /// to what earlier backwards gave.
   bool sums_in_order() const {
     const bool one_by_one = model.recompute != Recompute::kNone && (model.sharing || model.looping);
-    const bool several_uses =
-        model.sharing || model.looping || first.unit_group || second.unit_group || model.recompute != Recompute::kNone || has_penalty();
+    const bool several_uses = model.sharing || model.looping || model.attending || first.unit_group || second.unit_group ||
+                              model.recompute != Recompute::kNone || has_penalty();
     return !(one_by_one && (ranks > 1 || adds_up())) && !((delays_sums() || delays_outer_sums()) && several_uses);
   }
   bool has_penalty() const {
@@ -234,7 +238,8 @@ inline Case make_case(std::uint64_t seed) {
   c.model.by_rank = random.chance(70);
   c.model.looping = !one_order && random.chance(50);
   c.model.sharing = c.model.sharing && !one_order;
-  if (c.model.recompute == Recompute::kNested) c.model.dropout = false;  // It does not draw the same numbers again.
+  c.model.attending = !c.model.sharing && mixed(seed, "attending") % 3 == 0;  // A shared parameter is in no unit of an optional module.
+  if (c.model.recompute == Recompute::kNested) c.model.dropout = false;       // It does not draw the same numbers again.
   c.model.dim = random.pick(std::vector<std::int64_t>{6, 8, 12});
   c.model.time = 2 + random.below(4);
   c.model.vocab = 5 + random.below(13);
@@ -242,7 +247,8 @@ inline Case make_case(std::uint64_t seed) {
   const bool cuts_anywhere = !needs_fp32 && !c.has_policy;
   c.any_granularity = cuts_anywhere && random.chance(30);
   c.uniform_granularity = random.chance(50);
-  const bool may_delay = !c.has_policy || (!c.model.sharing && !c.model.looping && c.model.recompute == Recompute::kNone);
+  const bool may_delay =
+      !c.has_policy || (!c.model.sharing && !c.model.looping && !c.model.attending && c.model.recompute == Recompute::kNone);
   const bool has_rows = may_delay && c.ranks > 1 && random.chance(30);
   for (auto steps = 2 + random.below(2); steps > 0; --steps) {
     StepPlan step;
@@ -270,6 +276,12 @@ inline Case make_case(std::uint64_t seed) {
           .sync = !may_delay || random.chance(70),
           .reset = random.chance(50)};
     }
+    if (c.model.attending) {
+      step.failure.operators = -1;
+      step.penalty = false;  // A gradient within the loss is a backward, and so is the loss's.
+      // What a rank has gathered for several forwards, it keeps until the last of their backwards.
+      for (auto& pass : step.passes) pass.is_last = pass.is_last && (!step.graphs_at_once || &pass == &step.passes.back());
+    }
     step.reload = random.chance(15);
     c.steps.push_back(step);
   }
@@ -281,6 +293,27 @@ inline Case make_case(std::uint64_t seed) {
   // The report comes when a backward has ended: an operator that fails in it leaves the gradients.
   if (std::any_of(c.steps.begin(), c.steps.end(), [](const auto& step) { return step.failure.planned && step.failure.operators >= 0; })) {
     c.first.report_nan = c.second.report_nan = c.reloaded.report_nan = false;
+  }
+  if (c.ranks > 1 && c.model.dtype == at::kFloat && !c.model.mixed_dtypes && mixed(seed, "rounding") % 6 == 0) {
+    const auto draw = mixed(seed, "format");
+    c.grad_comm = GradCommFormat{.bits = draw % 2 == 0 ? 8 : 4,
+                                 .block = draw / 2 % 2 == 0 ? 32 : 64,
+                                 .hadamard = draw / 4 % 2 == 0,
+                                 .stochastic_rounding = draw / 8 % 2 == 0,
+                                 .error_feedback = draw / 16 % 2 == 0};
+    for (auto& step : c.steps) step.failure.operators = -1;  // What has been reduced before an operator fails differs.
+    c.any_granularity = false;
+    c.second.division = c.first.division;
+    c.second.percent_units = c.first.percent_units;
+    c.second.unit_group = c.first.unit_group;
+    c.second.outer = c.first.outer;
+    // Reductions without gradients count, and send what was lost [Rounded once].
+    if (c.grad_comm->error_feedback || c.grad_comm->stochastic_rounding) {
+      c.second.strategy = c.first.strategy;
+      c.second.offload = c.first.offload;
+    }
+    c.second.hfsdp = c.first.hfsdp && c.second.strategy == "optim_grads_params";
+    c.second.reshard_after_forward_size = 0;
   }
   if (!c.sums_in_order()) {
     c.second.division = c.first.division;
@@ -334,8 +367,9 @@ inline std::string described(const Case& c) {
   std::ostringstream text;
   text << "case " << c.seed << ": " << c.ranks << " rank(s), " << (c.pieces > 1 ? "of each tensor-parallel piece, " : "")
        << (c.has_policy ? c.precision.name : std::string(c10::toString(c.model.dtype)) + (c.model.mixed_dtypes ? " mixed" : ""))
-       << (c.float8 ? ", float8 gathers" : "") << (c.ignoring ? ", ignored parameters" : "")
-       << (c.model.freezing ? ", frozen parameters" : "") << (c.model.looping ? "" : ", no loops")
+       << (c.float8 ? ", float8 gathers" : "") << (c.grad_comm ? ", gradients in " + std::to_string(c.grad_comm->bits) + " bits" : "")
+       << (c.ignoring ? ", ignored parameters" : "") << (c.model.freezing ? ", frozen parameters" : "")
+       << (c.model.looping ? "" : ", no loops") << (c.model.attending ? ", ranks that skip" : "")
        << (c.model.sharing ? ", shared parameters" : "") << (c.model.dropout ? ", dropout" : "")
        << recomputes[static_cast<int>(c.model.recompute)] << ", " << algorithms[static_cast<int>(c.algorithm)]
        << (c.groups ? " with groups" : "") << (c.unkind ? ", unkind communicators" : "") << (c.fill_slots ? ", slots filled with NaN" : "")
@@ -360,6 +394,9 @@ inline std::string described(const Case& c) {
   return text.str();
 }
 
+/// Batches of a step, by what computes on them: its passes, the one that is to fail, and evaluations. Ranks that fail do the same before.
+constexpr std::uint64_t kBatchesOfStep = 10, kFailingBatch = 8, kEvaluationBatch = 9;
+
 /// The part [part * share, (part + 1) * share) of the global batch number `index`.
 inline Batch make_batch(const Case& c, std::uint64_t index, std::int64_t part) {
   auto generator = at::detail::createCPUGenerator(mixed(c.seed, index));
@@ -372,12 +409,14 @@ inline Batch make_batch(const Case& c, std::uint64_t index, std::int64_t part) {
           .features = features.narrow(0, part * c.share, c.share),
           .targets = targets.narrow(0, part * c.share, c.share),
           .decision = static_cast<std::uint64_t>(tokens.sum().item<std::int64_t>()),
-          .part = part};
+          .part = part,
+          .all_attend = index % kBatchesOfStep == kFailingBatch};
 }
 
 /// Not where ranks use different parameters: if one's are ignored, it does not touch the unit that the others touch.
 inline bool is_ignored(const Case& c, const std::string& name) {
-  const bool by_rank = name.find("local") != std::string::npos || name.find("sometimes") != std::string::npos;
+  const bool by_rank =
+      name.find("local") != std::string::npos || name.find("sometimes") != std::string::npos || name.find("optional") != std::string::npos;
   // What backward uses first tells the engine of it.
   return c.ignoring && !by_rank && name != "gain" && mixed(c.seed + 4, name) % 100 < 15;
 }

@@ -44,7 +44,10 @@ struct Batch {
   at::Tensor targets;               ///< As features.
   std::uint64_t decision = 0;       ///< Derived from the global batch, so that all ranks branch alike.
   std::int64_t part = 0;            ///< Which part this is: differs between ranks.
+  bool all_attend = false;          ///< Every rank uses every module.
   std::shared_ptr<Fuse> fuse = {};  ///< Null: nothing fails.
+  /// Called before a module that not every rank uses. Null: nobody wants to know.
+  std::function<void(const torch::nn::Module& module, bool present)> attend = {};
 };
 
 /// A module that maps [sequences, time, dim] to the same shape. Its body is a closure over the submodules and parameters registered in it.
@@ -103,6 +106,7 @@ struct ModelPlan {
   bool sharing = true;                  ///< Some modules are used in several places, some weights are tied or borrowed.
   bool by_rank = true;                  ///< Some blocks compute something else on each rank.
   bool looping = true;                  ///< Some blocks are run several times in a row, or not at all.
+  bool attending = false;               ///< Some blocks are used by some ranks only.
   bool dropout = false;
   Recompute recompute = Recompute::kNone;
   std::int64_t piece = 0;  ///< Models of other pieces have other values.

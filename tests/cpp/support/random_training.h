@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -111,21 +112,21 @@ class Trainee {
         ++forwards;
       };
       for (std::size_t p = 0; p < plan.passes.size(); ++p) {
-        if (plan.failure.planned && plan.failure.before == p) trace.failures.push_back(failing_pass(index(s, 8), plan.failure));
+        if (plan.failure.planned && plan.failure.before == p) trace.failures.push_back(failing_pass(index(s, kFailingBatch), plan.failure));
         do {
           if (forwards == p || plan.graphs_at_once) next_forward();
         } while (plan.graphs_at_once && forwards < plan.passes.size());
-        if (plan.evaluate_between) trace.losses.push_back(evaluate(index(s, 9)));
+        if (plan.evaluate_between) trace.losses.push_back(evaluate(index(s, kEvaluationBatch)));
         trace.losses.push_back(backward(p, plan.passes[p]));
       }
       drop_graphs();
       if (plan.scale != 1) scale(plan.scale);
       trace.gradients.push_back(gradients());
-      if (plan.evaluate_before_update) trace.losses.push_back(evaluate(index(s, 9)));
+      if (plan.evaluate_before_update) trace.losses.push_back(evaluate(index(s, kEvaluationBatch)));
       if (plan.clip) trace.norms.push_back(clip());
       optimizer_step(lr_factor(s));
       if (plan.write) write();
-      if (plan.evaluate_after) trace.losses.push_back(evaluate(index(s, 9)));
+      if (plan.evaluate_after) trace.losses.push_back(evaluate(index(s, kEvaluationBatch)));
       if (plan.reload) reload(s);
     }
     trace.parameters = parameters();
@@ -134,7 +135,7 @@ class Trainee {
   }
 
  protected:
-  static std::uint64_t index(std::size_t step, std::size_t pass) { return 10 * step + pass; }
+  static std::uint64_t index(std::size_t step, std::size_t pass) { return kBatchesOfStep * step + pass; }
   /// Parameters that operators write between steps, as weight clipping or an average of weights would.
   bool is_written(const std::string& name) const { return mixed(case_.seed + 1, name) % 3 == 0; }
   /// One rank's loss. What dropout draws depends on batch and rank alone.
@@ -142,6 +143,7 @@ class Trainee {
     torch::manual_seed(mixed(mixed(case_.seed, batch), static_cast<std::uint64_t>(rank)) >> 1);
     auto part = make_batch(case_, batch, rank);
     part.fuse = std::move(fuse);
+    part.attend = attend_;
     return model.loss(part, penalty);
   }
 
@@ -165,6 +167,7 @@ class Trainee {
   virtual void after_training() {}
 
   const Case& case_;
+  std::function<void(const torch::nn::Module& module, bool present)> attend_;  ///< See Batch.
 };
 
 }  // namespace fsdp::testing

@@ -35,18 +35,21 @@ class Meshes {
  public:
   explicit Meshes(MeshOptions options) : options_(options) {}
 
-  const DeviceMesh& in_rows(std::int64_t outer, bool unkind = false, std::int64_t pieces = 1) {
-    auto& mesh = made_[{outer, unkind, pieces}];
+  /// With `messages`, ranks share no memory.
+  const DeviceMesh& in_rows(std::int64_t outer, bool unkind = false, std::int64_t pieces = 1, bool messages = false) {
+    auto& mesh = made_[{outer, unkind, pieces, messages}];
     if (!mesh.defined()) {
+      auto options = options_;
+      if (messages) options.shared_memory = false;
       std::vector<MeshDim> dims{{"dp_shard", -1}};
       if (outer > 1) dims.insert(dims.begin(), {"dp_outer", outer});
       if (pieces == 1) {
-        mesh = init_device_mesh("cpu", dims, options_);
+        mesh = init_device_mesh("cpu", dims, options);
       } else {
         std::vector<std::string> names;
         for (const MeshDim& dim : dims) names.push_back(dim.name);
         dims.insert(dims.begin(), {"tp", pieces});
-        const auto grid = init_device_mesh("cpu", dims, options_);
+        const auto grid = init_device_mesh("cpu", dims, options);
         mesh = grid.sub(names);
         if (!pieces_.defined()) pieces_ = grid["tp"];
       }
@@ -61,7 +64,7 @@ class Meshes {
 
  private:
   MeshOptions options_;
-  std::map<std::tuple<std::int64_t, bool, std::int64_t>, DeviceMesh> made_;
+  std::map<std::tuple<std::int64_t, bool, std::int64_t, bool>, DeviceMesh> made_;
   DeviceMesh pieces_;
 };
 
@@ -71,6 +74,9 @@ class ShardedTrainee final : public Trainee {
   /// `pieces`: undefined if there is one. `folder`: all ranks', for what is saved.
   ShardedTrainee(const Case& c, const Settings& settings, const DeviceMesh& mesh, const DeviceMesh& pieces, std::string folder)
       : Trainee(c), mesh_(mesh), pieces_(pieces), rank_(position_in(mesh)), folder_(std::move(folder)) {
+    attend_ = [](const torch::nn::Module& module, bool present) {
+      if (!module.parameters().empty()) attend(module, present);
+    };
     start(settings);
   }
 
@@ -87,12 +93,16 @@ class ShardedTrainee final : public Trainee {
     losses_[number].backward();
     if (plan.is_last) {
       const auto memory = handle_->memory_stats();
-      EXPECT_EQ(memory.communication.live, 0) << "after backward";
+      const bool keeps_lost = case_.grad_comm && case_.grad_comm->error_feedback;
+      if (!keeps_lost) {
+        EXPECT_EQ(memory.communication.live, 0) << "after backward";
+      }
       if (plan.sync && plan.all_reduce) {
         EXPECT_EQ(memory.unreduced_gradients.live, 0) << "after a synchronized backward";
       }
-      // What unshard() has gathered stays until it is used.
-      if (settings_.strategy == "optim_grads_params" && !settings_.hfsdp && settings_.disturbance == 0) {
+      // What unshard() has gathered stays until it is used, and what only some ranks have, until a synchronized backward has ended.
+      const bool keeps = settings_.disturbance != 0 || (case_.model.attending && !plan.sync);
+      if (settings_.strategy == "optim_grads_params" && !settings_.hfsdp && !keeps) {
         EXPECT_EQ(memory.gathered_parameters.live, 0) << "after backward";
       }
     }
@@ -200,6 +210,7 @@ class ShardedTrainee final : public Trainee {
     const double before = computes ? evaluate(1) : 0;
     const auto expected = parameters();
     fully_unshard(*model_);
+    attend_ = {};
     for (const auto& [name, parameter] : distinct_parameters(*model_)) {
       const auto found = std::find_if(expected.begin(), expected.end(), [&, &name = name](const auto& one) { return one.first == name; });
       ASSERT_NE(found, expected.end()) << name;
@@ -248,9 +259,11 @@ class ShardedTrainee final : public Trainee {
     const auto group = unit_group();
     if (!group.empty()) options.unit_groups = {group};
     options.units = [this, group](const std::string& name, const torch::nn::Module&) {
+      if (name.ends_with("optional")) return true;
       return name.find("local") == std::string::npos && std::find(group.begin(), group.end(), name) == group.end() &&
              mixed(settings_.division, name) % 100 < static_cast<std::uint64_t>(settings_.percent_units);
     };
+    options.grad_comm_format = case_.grad_comm;
     if (case_.ignoring) options.ignore = [this](const std::string& name, const at::Tensor&) { return is_ignored(case_, name); };
     if (case_.pieces > 1) {
       options.tensor_parallel = [pieces = pieces_](const std::string&, const at::Tensor&) { return TensorParallel{pieces, 0}; };

@@ -29,11 +29,11 @@ struct UnkindOptions {
   std::function<void(const std::string& misuse)> report = {};  ///< Default: fails the current test.
 };
 
-/// Passes collectives on to another communicator, in buffers of its own. The caller's destinations (`full`, `staging`, `out`, `into`) hold
-/// poison (bits that are NaN in every floating-point dtype) from the start of a collective until wait() has returned, and for good if the
-/// collective is destroyed without wait(). Reported as misuse: a source (`shard`, `unreduced`, `shards`, the old value of an accumulating
-/// `out`) that has changed before wait(), a destination that was written to, memory that was freed, a label that has died. Contiguous CPU
-/// tensors only.
+/// Passes collectives on to another communicator, in buffers of its own. The caller's destinations (`full`, `staging`, `out`, `lost`,
+/// `into`) hold poison (bits that are NaN in every floating-point dtype) from the start of a collective until wait() has returned, and for
+/// good if the collective is destroyed without wait(). Reported as misuse: a source (`shard`, `unreduced`, `shards`, the old value of an
+/// accumulating `out`) that has changed before wait(), a destination that was written to, memory that was freed, a label that has died.
+/// Contiguous CPU tensors only.
 class UnkindCommunicator final : public comm::Communicator {
  public:
   UnkindCommunicator(std::shared_ptr<comm::Communicator> inner, const UnkindOptions& options)
@@ -45,6 +45,7 @@ class UnkindCommunicator final : public comm::Communicator {
   std::int64_t staging_numel(std::int64_t shard_numel, at::ScalarType wire_dtype) const override {
     return inner_->staging_numel(shard_numel, wire_dtype);
   }
+  comm::Traffic traffic() const override { return inner_->traffic(); }
 
   std::unique_ptr<comm::Pending> all_gather(std::span<const comm::GatherPart> parts, const comm::Label& label) override {
     auto watch = std::make_unique<Watched>(state_, label);
@@ -74,7 +75,12 @@ class UnkindCommunicator final : public comm::Communicator {
                         .accumulate = part.accumulate,
                         .rounded = part.rounded,
                         .sum_dtype = part.sum_dtype,
-                        .gives = part.gives});
+                        .gives = part.gives,
+                        .encoding = part.encoding});
+      if (part.encoding && part.encoding->lost.defined()) {
+        hidden.back().encoding->lost = part.encoding->lost.clone();
+        watch->destination("lost", part.encoding->lost, hidden.back().encoding->lost);
+      }
       if (part.staging.defined()) watch->destination("staging", part.staging, {});
       if (in_place) {
         watch->delivery(part.out, old);  // Until then it is a part of the source.
