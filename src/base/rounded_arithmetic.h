@@ -172,7 +172,7 @@ struct RoundedPart {
   std::int64_t numel = 0;
   std::int64_t first = 0;
   std::uint64_t key = 0;
-  const std::int64_t* number = nullptr;
+  const std::int64_t* reduction_number = nullptr;
 };
 
 /// The parts of one launch. They are as large as the arguments of a kernel may be on every GPU: 4 KiB.
@@ -206,7 +206,7 @@ FSDP_HOST_DEVICE inline void convert_block(const Team& team, const GradCommForma
   std::uint8_t* const encoded = part.encoded + row * part.encoded_stride + number * block_bytes(format, format.block);
   if constexpr (kEncodes) {
     float* const lost = part.lost == nullptr ? nullptr : part.lost + row * part.lost_stride + begin;
-    std::uint64_t key = part.number == nullptr ? part.key : mix(part.key, static_cast<std::uint64_t>(*part.number));
+    std::uint64_t key = part.reduction_number == nullptr ? part.key : mix(part.key, static_cast<std::uint64_t>(*part.reduction_number));
     key = mix(mix(key, static_cast<std::uint64_t>(part.own)), static_cast<std::uint64_t>(other));
     encode_rounded(team, format, values, numel, key_of_block(key, part.first + number), lost, encoded);
   } else {

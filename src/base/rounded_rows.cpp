@@ -27,7 +27,7 @@ RoundedPart rounded_part(const RoundedRows& rows) {
           .numel = rows.numel,
           .first = rows.first,
           .key = rows.key,
-          .number = rows.number.defined() ? rows.number.const_data_ptr<std::int64_t>() : nullptr};
+          .reduction_number = rows.reduction_number.defined() ? rows.reduction_number.const_data_ptr<std::int64_t>() : nullptr};
 }
 
 template <bool kEncodes>
@@ -112,7 +112,7 @@ at::Tensor draws(const RowBlocks& blocks, const RoundedRows& rows) {
   const auto count = [&](std::int64_t first, std::int64_t number) { return at::arange(first, first + number, options); };
   const auto scalar = [&](auto value) { return at::full({}, static_cast<std::int64_t>(value), options); };
   auto hash = scalar(rows.key);
-  if (rows.number.defined()) hash = mixed(hash, rows.number);
+  if (rows.reduction_number.defined()) hash = mixed(hash, rows.reduction_number);
   hash = mixed(mixed(hash, scalar(rows.own)), count(blocks.first_row, blocks.values.size(0))).view({-1, 1, 1});
   // scrambled(hash + block)
   hash = hash + count(blocks.first, blocks.values.size(1)).view({1, -1, 1}) + static_cast<std::int64_t>(0x9e3779b97f4a7c15ULL);

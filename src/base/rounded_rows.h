@@ -19,9 +19,9 @@ struct RoundedRows {
   at::Tensor lost = {};  ///< [numbers - 1, numel] in fp32, or undefined; see encode_blocks(). Rows may lie apart.
   std::int64_t numel = 0;
   std::int64_t own = 0;
-  std::int64_t first = 0;  ///< The number of the first block.
-  std::uint64_t key = 0;   ///< Mixed with the numbers of a sender and a receiver, it is the key of that contribution.
-  at::Tensor number = {};  ///< int64, without dimensions, on the device of `values`: mixed into `key` before. Or undefined.
+  std::int64_t first = 0;            ///< The number of the first block.
+  std::uint64_t key = 0;             ///< Mixed with the numbers of a sender and a receiver, it is the key of that contribution.
+  at::Tensor reduction_number = {};  ///< int64, without dimensions, on the device of `values`: mixed into `key` before. Or undefined.
 };
 
 /// Encodes contributions, on the current stream. Overwrites `values`.

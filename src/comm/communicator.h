@@ -50,12 +50,12 @@ struct GatherPart {
 /// [Rounded once] How the contributions to a sum are rounded before they are sent as messages.
 struct Encoding {
   GradCommFormat format;
-  /// Chooses, with `number`, the random numbers of stochastic rounding. Both are the same on all ranks.
-  std::uint64_t key = 0;     ///< Another one for each part.
-  std::uint64_t number = 0;  ///< That of this reduction.
-  /// On a device with stochastic rounding: the number of this reduction, int64 without dimensions, which replays of a captured step count
-  /// up. It takes the place of `number`. Otherwise undefined.
-  at::Tensor number_on_device = {};
+  /// Chooses, with `reduction_number`, the random numbers of stochastic rounding. Both are the same on all ranks.
+  std::uint64_t key = 0;  ///< Another one for each part.
+  std::uint64_t reduction_number = 0;
+  /// On a device with stochastic rounding, it takes the place of `reduction_number`: int64 without dimensions, which replays of a captured
+  /// step count up. Otherwise undefined.
+  at::Tensor reduction_number_on_device = {};
   /// With error feedback: fp32, out.numel() elements for each contribution that this rank sends (Traffic::contributions()), in the order of
   /// the receivers. What rounding has lost of those that this rank sent last; the call replaces it. Otherwise undefined.
   at::Tensor lost = {};

@@ -160,7 +160,7 @@ std::uint64_t sizes_of(std::span<const ReducePart> parts) {
     hash = add_size(hash, part.out.numel(), part.unreduced.scalar_type());
     for (const bool one : part.gives) hash = mix(hash, one ? 1 : 0);
     if (!part.encoding) continue;
-    hash = mix(mix(mix(hash, part.encoding->key), part.encoding->number), hash_of(part.encoding->format));
+    hash = mix(mix(mix(hash, part.encoding->key), part.encoding->reduction_number), hash_of(part.encoding->format));
   }
   return hash;
 }

@@ -44,7 +44,7 @@ void encode_contribution(const ReducePart& part, std::span<const void* const> so
   const at::Tensor& lost = encoding.lost;
   const std::int64_t numel = part.out.numel();
   const auto dtype = part.unreduced.scalar_type();
-  std::uint64_t own_key = mix(encoding.key, encoding.number);
+  std::uint64_t own_key = mix(encoding.key, encoding.reduction_number);
   for (const int rank : {sender, receiver}) own_key = mix(own_key, static_cast<std::uint64_t>(rank));
   float* const kept = lost.defined() ? lost.mutable_data_ptr<float>() + (receiver < sender ? receiver : receiver - 1) * numel : nullptr;
   for_ranges(format, numel, 1, [&](std::int64_t begin, std::int64_t count, std::span<float> memory) {

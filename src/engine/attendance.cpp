@@ -21,6 +21,11 @@ namespace {
 /// What each rank tells the others: first of itself, then of each unit.
 enum Answer : std::uint8_t { kIsPresent = 1, kDivides = 2, kLacks = 1, kHolds = 2 };
 
+std::uint8_t answer_of(const Unit& unit) {
+  const bool lacks = unit.state() == ParameterState::kSharded, holds = unit.whole.use == UseState::kAttended;
+  return static_cast<std::uint8_t>((lacks ? kLacks : 0) | (holds ? kHolds : 0));
+}
+
 /// The answers of all ranks, in the order of comm::Ranks.
 class Answers {
  public:
@@ -89,8 +94,7 @@ void Engine::attend_together(std::span<Unit* const> units, const Attend& attend)
       static_cast<std::uint8_t>((attend.present ? kIsPresent : 0) | (attend.divide_by_present ? kDivides : 0))};
   for (Unit* unit : units) {
     if (unit->state() == ParameterState::kGathering) gatherer_.finish(*unit);
-    const bool lacks = unit->state() == ParameterState::kSharded;
-    mine.push_back(static_cast<std::uint8_t>((lacks ? kLacks : 0) | (unit->whole.use == UseState::kAttended ? kHolds : 0)));
+    mine.push_back(answer_of(*unit));
   }
   const Answers answers(comm::Ranks({first.communicators.outer, first.communicators.gather}), std::move(mine), first.label("attendance"));
   const auto divides = answers.count(0, kDivides);
@@ -143,15 +147,12 @@ void Engine::attend_together(std::span<Unit* const> units, const Attend& attend)
   }
 }
 
-/// Of an optional unit that some ranks keep for a backward, the others get a copy, too, which they keep as long. Returns false if no rank
-/// keeps it, so that it is as any other.
+/// If some ranks keep an optional unit for a backward, the others gather it, and keep it as long. Returns false if no rank keeps it: it is
+/// then unsharded as any other.
 bool Engine::unshard_attended(Unit& unit) {
   if (!unit.attendance.optional) return false;
   if (unit.whole.use == UseState::kAttended && std::erase(occupied_, &unit) > 0) evict(unit);  // What an evaluation has left.
-  const bool lacks = unit.state() == ParameterState::kSharded;
-  const comm::Label label = unit.label("attendance");
-  const Answers answers(comm::Ranks({unit.communicators.outer, unit.communicators.gather}),
-                        {static_cast<std::uint8_t>((lacks ? kLacks : 0) | (unit.whole.use == UseState::kAttended ? kHolds : 0))}, label);
+  const Answers answers(comm::Ranks({unit.communicators.outer, unit.communicators.gather}), {answer_of(unit)}, unit.label("attendance"));
   if (answers.count(0, kHolds) == 0) return false;
   if (answers.count(0, kLacks) > 0) gather_for(unit, answers.in_row(unit, [&](std::int64_t rank) { return answers.has(rank, 0, kLacks); }));
   set_use(unit, UseState::kAttended);

@@ -149,7 +149,7 @@ bool Engine::end_unit_forward(Unit& unit) {
 
 void Engine::enter(std::span<Unit* const> units, Pass pass) {
   const auto lock = this->lock_for_use();
-  if (at::GradMode::is_enabled()) backward_may_follow_ = true;
+  if (!knows_grad_mode()) backward_may_follow_ = true;
   guarded([&] {
     for (Unit* unit : units) {
       if (unit->whole.in_use(pass)) continue;
@@ -446,9 +446,9 @@ void Engine::unshard(Unit& unit, bool wait) {
   unit.attendance.skips = false;
   guarded([&] {
     attended = unshard_attended(unit);
-    if (!attended) gatherer_.start(unit);
+    gatherer_.start(unit);
     if (!wait) return;
-    if (!attended) gatherer_.finish(unit);
+    gatherer_.finish(unit);
     if (!is_confirmed_later()) confirm();
   });
   if (!attended) set_use(unit, UseState::kPinned);  // [Pins last until use]

@@ -80,7 +80,7 @@ struct StepSettings {
 struct Attend {
   bool present = true;              ///< This rank uses them in this forward.
   bool divide_by_present = false;   ///< The same on all ranks.
-  bool backward_may_follow = true;  ///< One may also follow if other units were used in grad mode before.
+  bool backward_may_follow = true;  ///< Without it, a backward may still follow if units were used in grad mode before.
 };
 
 /// One training step over units: gathers them when they are entered, evicts them when the computation has moved on, reduces their gradients

@@ -52,8 +52,10 @@ std::optional<comm::Encoding> Reducer::encoding(const GradientAccumulator& gradi
   if (!format || contributions == 0) return std::nullopt;
   std::uint64_t key = mix(stable_hash(unit.name), format->seed);
   for (const std::uint64_t part : {std::uint64_t{k}, static_cast<std::uint64_t>(hop)}) key = mix(key, part);
-  comm::Encoding encoding{
-      .format = *format, .key = key, .number = gradients.reductions, .number_on_device = gradients.reductions_on_device};
+  comm::Encoding encoding{.format = *format,
+                          .key = key,
+                          .reduction_number = gradients.reductions,
+                          .reduction_number_on_device = gradients.reductions_on_device};
   if (!format->error_feedback) return encoding;
   lost.parts.resize(unit.layout.trainable_sub_buffers());
   if (!lost.parts[k].defined()) {

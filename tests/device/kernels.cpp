@@ -115,8 +115,8 @@ void launch_rounding(const fsdp::DeviceRounding& given, const c10::Stream& strea
       for (const bool write : {false, true}) add_range(ranges, lost, part.lost == nullptr ? 0 : lost_bytes, write);
       add_range(ranges, part.encoded + row * part.encoded_stride, fsdp::encoded_bytes(given.format, part.numel), /*write=*/kEncodes);
     }
-    if (kEncodes) add_range(ranges, part.number, part.number == nullptr ? 0 : sizeof(std::int64_t), /*write=*/false);
-    part.number = pointer_behind(part.number);
+    if (kEncodes) add_range(ranges, part.reduction_number, part.reduction_number == nullptr ? 0 : sizeof(std::int64_t), /*write=*/false);
+    part.reduction_number = pointer_behind(part.reduction_number);
     part.values = pointer_behind(part.values);
     part.encoded = pointer_behind(part.encoded);
     part.lost = pointer_behind(part.lost);

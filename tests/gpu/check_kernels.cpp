@@ -152,7 +152,7 @@ fsdp::RoundedRows rounded_rows(const fsdp::GradCommFormat& format, std::int64_t 
           .lost = format.error_feedback ? numbers(3 * numel, 2, at::kFloat).to(device).view({3, numel}) : at::Tensor(),
           .numel = numel,
           .own = 1,
-          .number = at::full({}, 3, at::TensorOptions().dtype(at::kLong).device(device))};
+          .reduction_number = at::full({}, 3, at::TensorOptions().dtype(at::kLong).device(device))};
 }
 
 void check_rounding(Check& check) {

@@ -255,15 +255,16 @@ std::vector<RoundedRows> MessageSum::rows(std::span<const Piece> pieces, Directi
   for (const Piece& piece : pieces) {
     const ReducePart& part = *piece.part;
     const Encoding& encoding = *part.encoding;
-    const at::Tensor &lost = encoding.lost, &number = encoding.number_on_device;
+    const at::Tensor &lost = encoding.lost, &reduction_number = encoding.reduction_number_on_device;
     const std::int64_t hosts = levels_.hosts, in_row = padded_numel(encoding.format, piece.numel);
-    auto& added = all.emplace_back(RoundedRows{.values = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}),
-                                               .encoded = encoded(piece, direction).view({hosts - 1, -1}),
-                                               .numel = piece.numel,
-                                               .own = host_,
-                                               .first = piece.begin / encoding.format.block,
-                                               .key = number.defined() ? encoding.key : mix(encoding.key, encoding.number),
-                                               .number = number});
+    auto& added =
+        all.emplace_back(RoundedRows{.values = elements_in(piece.staging, 0, hosts * in_row, at::kFloat).view({hosts, in_row}),
+                                     .encoded = encoded(piece, direction).view({hosts - 1, -1}),
+                                     .numel = piece.numel,
+                                     .own = host_,
+                                     .first = piece.begin / encoding.format.block,
+                                     .key = reduction_number.defined() ? encoding.key : mix(encoding.key, encoding.reduction_number),
+                                     .reduction_number = reduction_number});
     // A rank whose gradients do not count contributes zeros, and loses nothing. (A host's sum may have those of others.)
     const bool counts = levels_.ranks > 1 || gives({&part, 1}, row_.rank);
     if (direction == Direction::kReceived || !lost.defined() || !counts) continue;

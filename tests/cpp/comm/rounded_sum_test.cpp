@@ -58,7 +58,7 @@ const std::vector<Shape> kSmallShapes = {
     {.numel = 9'001, .accumulate = true},
 };
 
-constexpr std::uint64_t kNumber = 3;  // of the reduction
+constexpr std::uint64_t kReductionNumber = 3;
 
 const std::vector<GradCommFormat> kFormats = {
     {},
@@ -112,7 +112,7 @@ struct RoundedReduce {
                        .accumulate = accumulate,
                        .rounded = rounded,
                        .gives = gives,
-                       .encoding = Encoding{.format = format_, .key = key, .number = kNumber, .lost = lost_[i]}});
+                       .encoding = Encoding{.format = format_, .key = key, .reduction_number = kReductionNumber, .lost = lost_[i]}});
       const SumEnd end = {.scale = kScale, .rounded = rounded ? dtype : at::ScalarType::Undefined, .accumulate = accumulate};
       expected.push_back(numel == 0 ? parts.back().out.clone()
                                     : testing::expected_sum(contributions(i, gradients[i], gives, key), parts.back().out, end));
@@ -147,7 +147,7 @@ struct RoundedReduce {
       }
       at::Tensor sum = testing::expected_sum(of_host, at::zeros({numel}), {});
       if (host != own && any) {
-        const auto of_pair = mix(mix(mix(key, kNumber), static_cast<std::uint64_t>(host)), static_cast<std::uint64_t>(own));
+        const auto of_pair = mix(mix(mix(key, kReductionNumber), static_cast<std::uint64_t>(host)), static_cast<std::uint64_t>(own));
         const auto lost = expected_lost_[i].defined() ? expected_lost_[i][host] : at::Tensor();
         sum = testing::rounded_contribution(format_, sum, of_pair, lost);
       }
@@ -282,7 +282,7 @@ TEST(RoundedSum, RanksThatDifferGetAnError) {
     run_ranks(2, [&](int rank) {
       const auto communicator = testing::world(/*shared=*/false);
       Encoding encoding{.format = {.stochastic_rounding = true}, .key = 5};
-      if (rank == 1) (what == "format" ? encoding.format.seed : what == "key" ? encoding.key : encoding.number) = 6;
+      if (rank == 1) (what == "format" ? encoding.format.seed : what == "key" ? encoding.key : encoding.reduction_number) = 6;
       const auto numbers = testing::numbers(200, 1, at::kFloat);
       const ReducePart part{.unreduced = numbers,
                             .staging = at::empty({communicator->traffic().staging_bytes(100, encoding.format, at::kFloat)}, at::kByte),

@@ -62,7 +62,7 @@ struct Rows {
             .own = kOwn,
             .first = 5,
             .key = 0xfedcba9876543210ULL,
-            .number = at::full({}, 3, at::TensorOptions(at::kLong).device(device))};
+            .reduction_number = at::full({}, 3, at::TensorOptions(at::kLong).device(device))};
     if (format.error_feedback) rows.lost = numbers((kNumbers - 1) * (numel + 7), 4, at::kFloat).to(device).view({kNumbers - 1, -1});
     if (format.error_feedback) rows.lost = rows.lost.narrow(1, 3, numel);
     fsdp::encode_rows(format, {&rows, 1});
@@ -157,7 +157,8 @@ std::vector<at::Tensor> reduced(NativeCommunicator& communicator, const c10::Dev
                        .out = outs[k],
                        .accumulate = true,
                        .rounded = true,
-                       .encoding = Encoding{.format = format, .key = k, .number = step, .number_on_device = number, .lost = lost[k]}});
+                       .encoding = Encoding{
+                           .format = format, .key = k, .reduction_number = step, .reduction_number_on_device = number, .lost = lost[k]}});
     }
     const auto pending = communicator.reduce_scatter(parts, 0.3, {.operation = "reduce-scatter", .unit = "u"});
     const auto busy = parts[0].unreduced * 2;  // Beside it, as a backward computes.

@@ -17,7 +17,7 @@
 namespace fsdp {
 namespace train_gpt_test {
 
-// A port on which only a program that is told its number can listen: tests/python/support/ports.py says why.
+// A free port that is reserved as long as this lives, as in tests/python/support/ports.py.
 class ReservedPort {
  public:
   ReservedPort() {

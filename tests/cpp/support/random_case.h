@@ -94,7 +94,8 @@ struct Case {
   bool has_policy = false;
   Precision precision;
   bool float8 = false;  ///< Some parameters travel in eight bits.
-  /// Gradients are rounded before they are sent. What is compared then is the two ways to shard: they have the same units and meshes.
+  /// If set, gradients are rounded before they are sent. The two ways to shard have the same units and meshes then, and are compared with
+  /// each other only.
   std::optional<GradCommFormat> grad_comm = {};
   bool ignoring = false;
   bool any_granularity = false;      ///< Otherwise all are cut between any elements, or as the algorithm asks for.
@@ -394,7 +395,8 @@ inline std::string described(const Case& c) {
   return text.str();
 }
 
-/// Batches of a step, by what computes on them: its passes, the one that is to fail, and evaluations. Ranks that fail do the same before.
+/// A step has so many batches: the first ones are for its passes, and one each for the pass that is to fail and for evaluations. In the
+/// pass that is to fail, all ranks use all modules, so that they fail in the same place.
 constexpr std::uint64_t kBatchesOfStep = 10, kFailingBatch = 8, kEvaluationBatch = 9;
 
 /// The part [part * share, (part + 1) * share) of the global batch number `index`.

@@ -75,14 +75,14 @@ def test_the_page_has_a_table_for_each_question_and_the_json_all_rows(tmp_path: 
 def test_builds_are_compared_in_cases_without_options_of_the_python_contenders() -> None:
     assert {"d256", "d512", "world8"} <= set(compare.CASES)
     assert [name for name, case in compare.CASES.items() if case.model.options] == []
+    with pytest.raises(SystemExit):
+        compare.main(["--before", "bench_contender", "--case", "bf16"])
 
 
 def test_contenders_that_round_take_part_only_where_a_case_names_them() -> None:
     """Elsewhere, their losses would end the case."""
     takes_part = {name for name, case in cases.MODELS.items() if any(map(case.model.takes, measure.ROUNDED))}
     assert takes_part == {"hosts_rounded"}
-    with pytest.raises(SystemExit):
-        compare.main(["--before", "bench_contender", "--case", "bf16"])
 
 
 def test_pairs_cancel_what_slows_a_whole_round_down() -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port on which only a program that is told its number can listen, until the block ends.
+    """Reserves a free TCP port until the block ends. Only programs that know its number can listen on it.
 
     A socket is bound to it and does not listen. The kernel gives the port to no other socket that asks for any free one, as Gloo's and
     those of other tests do, and lets one with SO_REUSEADDR, as torch's store has, listen there. A port that was merely free a moment ago
